@@ -53,9 +53,6 @@ class TarIndex:
     """Positions of the files in one tar, by name.
 
     Flat arrays instead of a dict: forked processes share them without copying a page.
-
-    Args:
-        members: Members by name, in the order of the file.
     """
 
     def __init__(self, members: dict[str, Member], ignored: Counter[str]) -> None:

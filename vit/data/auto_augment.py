@@ -35,11 +35,8 @@ COLOURS: tuple[Colour, ...] = ("brightness", "contrast", "saturation")
 
 
 def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[Operation]:
-    """The random operations of `config`, in their order.
-
-    Args:
-        fill: RGB colour of pixels outside the image.
-    """
+    """The random operations of `config` in their order; pixels outside the image have the RGB
+    colour `fill`."""
     strength = config.color_jitter
     if config.auto_augment == "three":
         strength = strength or THREE_JITTER
@@ -64,8 +61,7 @@ def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[
 class ColorJitter:
     """Random brightness, contrast and saturation in random order.
 
-    Args:
-        strength: Each factor is uniform in [max(0, 1 - strength), 1 + strength].
+    Each factor is uniform in [max(0, 1 - strength), 1 + strength].
     """
 
     def __init__(self, strength: float) -> None:

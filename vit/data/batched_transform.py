@@ -44,12 +44,8 @@ class Boxes(NamedTuple):
 
 
 class BatchedTransform:
-    """`transform` of a batch of images.
-
-    Args:
-        transform: Of training images, without an `AugmentConfig.unbatched`; it may give several
-            views.
-    """
+    """`transform` of a batch of images, which must be without an `AugmentConfig.unbatched` and may
+    give several views."""
 
     def __init__(self, transform: Transform, seed: int) -> None:
         self.seed = seed
@@ -79,11 +75,8 @@ class BatchedTransform:
         return most
 
     def seeds(self, counters: Tensor) -> Tensor:
-        """The seeds of the views of each image, (images, views) int64.
-
-        Args:
-            counters: What their random numbers are for, (images, counters) int64.
-        """
+        """The seeds of the views of each image, (images, views) int64, from its counters, (images,
+        counters) int64."""
         state = torch.full_like(counters[:, 0], self.seed)
         for counter in counters.unbind(1):
             state = mixed_bits(state + GOLDEN * (counter + 1))
@@ -207,9 +200,8 @@ class View:
         return Boxes(x * (width - box_width), y * (height - box_height), box_width, box_height)
 
     def adjusted(self, views: Tensor, grey: Tensor, order: Tensor, numbers: Tensor) -> Tensor:
-        """Greyscale, then brightness, contrast and saturation in random order, at once.
-
-        As `auto_augment.adjust_colours`.
+        """Greyscale, then brightness, contrast and saturation in random order, as `adjust_colours`
+        but at once.
 
         Args:
             views: (images, height, width, 3) in [0, 255].
@@ -320,16 +312,11 @@ def constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
 
 
 def uniform_numbers(seeds: Tensor) -> Tensor:
-    """Numbers in [0, 1) by hashing: the same for equal seeds, on every device.
+    """Numbers in [0, 1) by hashing, (images, NUMBERS) float32: the same for equal seeds, on every
+    device.
 
     Source: SplitMix64, Steele et al., "Fast Splittable Pseudorandom Number Generators", figure 17,
     doi:10.1145/2660193.2660195.
-
-    Args:
-        seeds: Of each image, (images,) int64.
-
-    Returns:
-        (images, NUMBERS) float32, multiples of 2^-24.
     """
     steps = torch.arange(1, NUMBERS + 1, device=seeds.device)
     bits = mixed_bits(seeds[:, None] + GOLDEN * steps)

@@ -85,13 +85,10 @@ SEVERITIES = (1, 2, 3, 4, 5)
 
 @dataclass(frozen=True, kw_only=True)
 class Corruption:
-    """A corruption of RGB images.
+    """A corruption of RGB images, of a severity from 1 to 5.
 
     The random numbers of an image depend on its pixels and the seed alone: its path, order and
     thread do not matter, and the severities of a corruption have the same ones.
-
-    Args:
-        severity: 1 to 5.
     """
 
     name: str

@@ -211,9 +211,6 @@ class TrainingLoader:
 
     While epochs are requested in order, the same loader processes serve all of them, and prefetch
     the next epoch's first batches during validation.
-
-    Args:
-        workers: Loader processes; 0 loads in this process, None chooses by the number of cores.
     """
 
     def __init__(
@@ -284,11 +281,7 @@ class TrainingLoader:
 
 
 class EvaluationLoader:
-    """Every sample exactly once over all devices, in order; may be iterated repeatedly.
-
-    Args:
-        batch_size: Images per batch and device.
-    """
+    """Every sample exactly once over all devices, in order; may be iterated repeatedly."""
 
     def __init__(
         self,

@@ -62,10 +62,7 @@ class Batch(NamedTuple):
 class ImageDataset(Dataset[Batch]):
     """Reads, augments and stacks the images of one micro-batch.
 
-    Args:
-        transform_for: Epoch -> transform; its image size may change from epoch to epoch.
-        seed: Seed of the run; None for a transform without randomness.
-        classes: Number of classes of multi-label data; labels are then rows of 0 and 1.
+    The image size of `transform_for(epoch)` may change from epoch to epoch.
     """
 
     def __init__(

@@ -64,14 +64,10 @@ class DeviceCache:
         return self.pixels.device
 
     def gather(self, samples: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The pixels of images, and their sizes.
+        """The pixels of images, and their sizes (height, width), (images, 2) int64.
 
-        Args:
-            samples: Their numbers, (images,) int64, on the CPU.
-
-        Returns:
-            (images, height, width, 3) uint8 of the largest height and width, undefined beyond each
-            image, and (height, width) of each, (images, 2) int64.
+        Pixels are (images, height, width, 3) uint8 of the largest size, undefined beyond each
+        image.
         """
         height, width = self.sizes[samples].amax(0).tolist()
         sizes = self.device_sizes[chosen]
@@ -153,12 +149,8 @@ class DeviceDataset(ImageDataset):
 def similar_chunks(sizes: Tensor, floats_of: Callable[[int, int], int]) -> list[Tensor]:
     """Divide images into chunks of CHUNK_BYTES at most, long images apart from others.
 
-    Args:
-        sizes: (height, width) of each, (images, 2), on the CPU.
-        floats_of: (height, width) -> numbers that an image of a chunk needs.
-
-    Returns:
-        Places of the images of each chunk, (images,) int64 each; in order if there is one.
+    `sizes` are (height, width), (images, 2), on the CPU. Returns places of the images of each
+    chunk, (images,) int64; in order if there is one.
     """
 
     def fits(height: int, width: int, count: int) -> bool:

@@ -59,11 +59,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class ImageCache:
-    """Decoded images by sample index.
-
-    Args:
-        file: A complete cache; it may be deleted once this object exists.
-    """
+    """Decoded images by sample index; the file may be deleted once this object exists."""
 
     def __init__(self, file: Path, index: Index) -> None:
         self.file = file

@@ -145,9 +145,7 @@ def read_pixels(
 ) -> Pixels:
     """Read the image at `path` as an array: its first frame, upright, RGB.
 
-    Args:
-        min_size: A JPEG is decoded at half, a quarter or an eighth of its size where that is not
-            smaller than this, which is faster. Not called for other formats.
+    A JPEG is decoded at half, a quarter or an eighth of its size where that is at least `min_size`.
     """
     with _open_image(path) as image:
         pixels = _decode_intact_jpeg(image, min_size)
@@ -186,11 +184,7 @@ def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
 
 
 def check_header(path: PathLike | EncodedImage) -> bool:
-    """Check what can be checked without decoding: file type, format, size.
-
-    Returns:
-        Whether the image is deep, and `intensity_range` applies to it.
-    """
+    """Check file type, format and size without decoding; returns whether the image is deep."""
     with _open_image(path) as image:
         return is_deep(image)
 

@@ -47,11 +47,7 @@ class NamedImage(NamedTuple):
 def named_images(
     images: Iterable[ImageInput | NamedImage], *, first: int = 0
 ) -> Iterator[NamedImage]:
-    """Yield the images of a list with their names, lazily; named ones keep theirs.
-
-    Args:
-        images: The list, or an array or tensor of (batch, ...).
-    """
+    """Yield the images of a list, or an array or tensor (batch, ...), with their names, lazily."""
     if isinstance(images, str | bytes | os.PathLike):
         raise ConfigError(f"images={images!r} is one path; give a list of paths")
     dimensions = len(getattr(images, "shape", ())) if is_array(images) else 4

@@ -28,12 +28,8 @@ IMAGE_QUANTILES = (0.01, 0.99)
 
 
 def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRange | None:
-    """Measure the range of values of deep images.
-
-    Returns:
-        The range; None if there are no deep images, all values are equal, or some images have
-        integers and others floating-point numbers.
-    """
+    """Measure the range of values of deep images; None without any, if all values are equal, or if
+    some are integers and others floating-point numbers."""
     chosen = evenly_spaced(paths, MAX_MEASURED)
     with ThreadPoolExecutor(THREADS) as pool:
         measured = [found for found in pool.map(_quantiles, chosen) if found is not None]
@@ -86,11 +82,7 @@ def _quantiles(path: str) -> tuple[float, float, bool] | None:
 
 
 class DarkImageNote:
-    """Writes one note about the first image that is read nearly black.
-
-    Args:
-        notify: Called with the note, at most once; by any thread.
-    """
+    """Writes one note, in any thread, about the first image that is read nearly black."""
 
     def __init__(self, notify: Notify) -> None:
         self.notify = notify

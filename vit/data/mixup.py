@@ -38,11 +38,7 @@ class MixPlan:
 def sample_mix_plan(
     config: AugmentConfig, *, seed: int, epoch: int, step: int, batch_size: int
 ) -> MixPlan | None:
-    """Sample the parameters of one step; None if mixing is off.
-
-    Args:
-        seed, epoch, step: Of the run, from 0, and from 0 in the epoch.
-    """
+    """Sample the parameters of one step; None if mixing is off."""
     if not config.mixes:
         return None
     alphas = [config.mixup, config.cutmix]
@@ -61,15 +57,9 @@ def sample_mix_plan(
 def mix(
     images: Tensor, targets: Tensor, positions: Tensor, plan: MixPlan | None
 ) -> tuple[Tensor, Tensor]:
-    """Mix the pairs among `images`, on their device.
+    """Mix the pairs among normalised `images`, (batch, channels, height, width), on their device.
 
-    Args:
-        images: Normalised images, (batch, channels, height, width).
-        targets: Shares of the classes, (batch, classes).
-        positions: Positions of the images in the batch of the step, (batch,), on the CPU.
-
-    Returns:
-        Mixed images and targets; the inputs themselves if there is nothing to mix.
+    `positions`, in the batch of the step, are on the CPU; without pairs the inputs are returned.
     """
     if plan is None or not len(images):
         return images, targets

@@ -25,12 +25,7 @@ from vit.data.transforms import DECODE_MARGIN, Box, PixelSource, TrainingTransfo
 
 @dataclass(frozen=True)
 class ViewLayout:
-    """Where the views of an image are in its tensor.
-
-    Args:
-        side: Side of a global view in pixels, the width of the tensor.
-        local_side: Side of a local view, at most `side`.
-    """
+    """Where the views of an image are in its tensor, whose width is `side`, in pixels."""
 
     side: int
     local_side: int
@@ -94,8 +89,7 @@ class LocalCrop(TrainingTransform):
 class MultiViewTransform(TrainingTransform):
     """All views of an image, each augmented by itself; the image is decoded once.
 
-    Args:
-        local_crop: Smallest and largest share of the area in a local view, below 1.
+    `local_crop` is the smallest and largest share of the area in a local view, below 1.
     """
 
     def __init__(

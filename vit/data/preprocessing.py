@@ -115,11 +115,8 @@ class Preprocessing:
         dtype: "torch.dtype | None" = None,
         constants: "tuple[Tensor, Tensor] | None" = None,
     ) -> "Tensor":
-        """Normalise a batch on its device, (batch, 3, height, width) uint8 -> floats.
-
-        Args:
-            dtype: Of the result; float32 by default.
-        """
+        """Normalise a batch on its device, (batch, 3, height, width) uint8 -> floats, by default
+        float32."""
         import torch
 
         dtype = dtype or torch.float32

@@ -9,10 +9,7 @@ import json
 
 
 def random_seed(*counters: int | str) -> int:
-    """Hash `counters` to a seed of 63 bits, the same on every machine and in every version.
-
-    Args:
-        counters: What the random numbers are for, such as `(seed, "augment", epoch, index)`.
-    """
+    """Hash counters, such as `(seed, "augment", epoch, index)`, to a seed of 63 bits, the same on
+    every machine and in every version."""
     digest = hashlib.blake2b(json.dumps(counters).encode("ascii"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -46,7 +46,6 @@ class MicroBatchSampler:
 
     Args:
         batch_size: Images per optimiser step, over all devices and micro-batches.
-        accumulate: Micro-batches per step and device.
         epoch_steps: Steps per epoch; None for one pass over the samples.
     """
 
@@ -176,12 +175,8 @@ class MultiEpochSampler:
 
 
 def fitting_batch_size(count: int, batch_size: int, parts: int) -> int:
-    """`batch_size`, or the largest multiple of `parts` that `count` images fill.
-
-    Args:
-        batch_size: Requested images per step.
-        parts: What the result must be a multiple of: micro-batches per step over all devices.
-    """
+    """`batch_size`, or the largest multiple of `parts`, the number of micro-batches of a step over
+    all devices, that `count` images fill."""
     if count < parts:
         raise DataError(
             f"{count} training images are too few for {parts} micro-batches a step; "

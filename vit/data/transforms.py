@@ -71,12 +71,7 @@ class PixelSource(Protocol):
 
 @dataclass(frozen=True)
 class FastCrop:
-    """Crops a box of an image and resizes it with torch, from a reduced decode where possible.
-
-    Args:
-        image_size: (height, width) of the result.
-        sample_box: (width, height) of the image -> the box to crop; called once per image.
-    """
+    """Crops the `sample_box` of an image and resizes it, from a reduced decode where possible."""
 
     image_size: tuple[int, int]
     interpolation: Interpolation
@@ -120,11 +115,8 @@ class FastCrop:
 class TrainingTransform:
     """The random counterpart of `preprocessing`: same size, interpolation and mean colour.
 
-    Random crop, flips, rotation and translation, colour operations, random erasing, in this order.
-
-    Args:
-        preprocessing: Gives the size, the interpolation, the fill colour, and the geometry if
-            random crops are off (`min_crop` 1).
+    Random crop, flips, rotation and translation, colour operations, random erasing, in this order;
+    without random crops (`min_crop` 1) also its geometry.
     """
 
     def __init__(

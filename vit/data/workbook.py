@@ -92,12 +92,8 @@ def cell_text(value: Any) -> str:
 
 
 def write_sheet(file: BinaryIO, rows: Iterable[Sequence[Any]], *, number_format: str) -> None:
-    """Write a workbook with one sheet, whose first row is the header.
-
-    Args:
-        rows: Cells: text, numbers, or None for an empty one.
-        number_format: How Excel shows floating-point numbers, such as `0.00%`.
-    """
+    """Write a workbook with one sheet, whose first row is the header; a number is shown by
+    `number_format`, such as `0.00%`."""
     import openpyxl
     from openpyxl.cell import WriteOnlyCell
 

@@ -123,11 +123,8 @@ class AccuracySlice:
 def accuracy_slices(
     right: Sequence[bool | None], features: Iterable[Feature], groups: Tensor | None = None
 ) -> list[AccuracySlice]:
-    """Slices of the images by each feature, with p-values corrected for all of them.
-
-    Args:
-        right: Whether each answer is right; None for an image that is left out.
-    """
+    """Slices of the images by each feature, with p-values corrected for all; images whose answer is
+    None in `right` are left out."""
     found: list[AccuracySlice] = []
     for feature in features:
         found += slices_of(right, feature, groups)
@@ -176,11 +173,7 @@ def slices_of(
 
 
 def worth_images(hits: Tensor, groups: Tensor | None) -> tuple[int, int]:
-    """Number of independent images that tell as much as these, and of right ones among them.
-
-    Args:
-        hits: Whether each answer is right, (images,).
-    """
+    """How many independent images tell as much as these, (images,), and how many are right."""
     if groups is None:
         return len(hits), int(hits.sum())
     worth = round(effective_images(hits, groups))
@@ -233,12 +226,8 @@ class ImageProperties:
         """Brightness and sharpness."""
 
     def add(self, path: str, size: tuple[int, int], file_format: str, pixels: Tensor) -> None:
-        """Add a decoded image.
-
-        Args:
-            size: Width and height of the whole image, in pixels.
-            pixels: As the network sees it, uint8 (3, height, width).
-        """
+        """Add a decoded image of `size` (width, height); its `pixels` are as the network sees them,
+        uint8 (3, height, width)."""
         self.files[path] = (*size, file_format)
         (self.pixels[path],) = pixel_statistics(pixels[None])
 
@@ -265,11 +254,7 @@ class ImageProperties:
         training_counts: Mapping[str, int] | None = None,
         columns: Mapping[str, Mapping[str, str]] | None = None,
     ) -> list[Feature]:
-        """The features of the images of an evaluation.
-
-        Args:
-            classes: The class of each; None of a multi-label network.
-        """
+        """The features of the images of an evaluation; a multi-label network has no `classes`."""
         files = [self.files.get(path) for path in paths]
         pixels = [self.pixels.get(path, (None, None)) for path in paths]
         sides = [None if one is None else float(min(one[:2])) for one in files]
@@ -299,12 +284,10 @@ class ImageProperties:
 
 
 def pixel_statistics(images: Tensor) -> list[tuple[float, float]]:
-    """Brightness in [0, 1] and sharpness in grey levels of each image.
+    """Brightness in [0, 1] and sharpness in grey levels of uint8 images, (images, 3, height,
+    width), of at least 3 pixels a side.
 
     In integers by numpy, since the calls cost more than the pixels of a small image.
-
-    Args:
-        images: uint8, (images, 3, height, width), of at least 3 pixels a side.
     """
     red, green, blue = images.numpy().swapaxes(0, 1)
     sums = np.add(red, green, dtype=np.int16)  # three times the grey value

@@ -24,11 +24,7 @@ MAX_EXAMPLES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionedImage:
-    """The caption of one image.
-
-    Args:
-        references: What people wrote, at least one.
-    """
+    """The caption of one image, with at least one reference."""
 
     path: str
     caption: str
@@ -49,12 +45,7 @@ class CaptionOutcomes:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionFacts:
-    """Facts about the captions of a run, beside `RunFacts`.
-
-    Args:
-        val_images: Number of validation images, of which maybe only some are measured.
-        advice: What may make a decoder use the image that does not.
-    """
+    """Facts about the captions of a run; maybe only some of the `val_images` are measured."""
 
     captions: int
     mean_tokens: float
@@ -68,11 +59,7 @@ def write_caption_report(
     outcomes: CaptionOutcomes,
     class_outcomes: Outcomes | None,
 ) -> None:
-    """Write report.html of a captioner.
-
-    Args:
-        outcomes: Captions of the validation images that were measured, at least one.
-    """
+    """Write report.html of a captioner, from the captions of at least one image."""
     images, loss, shuffled = outcomes.images, outcomes.loss, outcomes.shuffled_loss
     scores = caption_scores([one.caption for one in images], [one.references for one in images])
     write_run_report(

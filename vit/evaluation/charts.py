@@ -79,9 +79,7 @@ def reliability_chart(
     title: str,
     bins: Sequence[tuple[int, float, float, tuple[float, float]]],
 ) -> Chart:
-    """Accuracy against confidence with intervals; scores that can be trusted lie on the diagonal.
-
-    Bars show the share of the images in each bin.
+    """Accuracy against confidence with intervals, and the share of the images in each bin.
 
     Args:
         bins: As `vit.evaluation.classification_metrics.reliability` returns them, at least one.

@@ -188,9 +188,6 @@ def calibration_error(confidences: Tensor, right: Tensor) -> float:
 
     A bin contains its upper edge. Bins weigh by their images.
 
-    Args:
-        confidences: Probability of each answer, (images,).
-
     Source: Guo et al., "On Calibration of Modern Neural Networks", section 2, arXiv:1706.04599.
     """
     gaps = right.double() - confidences.double()
@@ -224,10 +221,7 @@ def debiased_error(error: float, by_chance: float) -> float:
 def reliability(
     confidences: Tensor, right: Tensor
 ) -> list[tuple[int, float, float, tuple[float, float]]]:
-    """Of each bin of confidence with an image: count, mean confidence, accuracy and its interval.
-
-    Arguments as for `calibration_error`.
-    """
+    """Of each bin of confidence with an image: count, mean confidence, accuracy, its interval."""
     place = bin_of(confidences)
     rows = []
     for number in sorted(set(place.tolist())):
@@ -252,11 +246,8 @@ MAX_TABLE = 20
 class ClassChange:
     """The classes of a network and of the data that it is trained on further (class increment).
 
-    Source: van de Ven et al., "Three types of incremental learning", Nature Machine Intelligence
-    4, 2022, https://doi.org/10.1038/s42256-022-00568-3.
-
-    Args:
-        kept: Classes of both, in the order of the data.
+    Source: van de Ven et al., "Three types of incremental learning", Nature Machine Intelligence 4,
+    2022, https://doi.org/10.1038/s42256-022-00568-3.
     """
 
     kept: tuple[str, ...]

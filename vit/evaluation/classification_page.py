@@ -38,11 +38,7 @@ def write_classification_report(
     groups: Tensor | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write report.html of a single-label run.
-
-    Args:
-        outcomes: Of the validation images that could be read, at least one, with raw scores.
-    """
+    """Write report.html of a single-label run; `outcomes` has raw scores of at least one image."""
     score = {"score_key": "val_top1", "score_name": "Top-1"}
     write_run_report(
         facts,
@@ -132,12 +128,8 @@ def find_mistakes(
 
 @dataclass(frozen=True, kw_only=True)
 class MultilabelOutcomes:
-    """Predictions for the validation images that can be read, and their labels.
-
-    Args:
-        probabilities: (images, classes), float64.
-        raw: Probabilities without calibration.
-    """
+    """Predictions for the readable validation images, (images, classes) float64, and their labels;
+    `raw` is without calibration."""
 
     probabilities: Tensor
     targets: Tensor

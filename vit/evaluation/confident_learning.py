@@ -51,11 +51,7 @@ def find_disagreement(probabilities: Tensor, labels: Tensor) -> Disagreement:
 
 def class_thresholds(own: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Probability from which on a label of each class is suspected, (classes,); infinity of classes
-    that no image is labelled with.
-
-    Args:
-        own: Probability of the label of each image, (images,).
-    """
+    that no image is labelled with."""
     count = torch.bincount(labels, minlength=classes)
     means = own.new_zeros(classes).scatter_add_(0, labels, own) / count.clamp(min=1)
     return means.masked_fill(count == 0, torch.inf)

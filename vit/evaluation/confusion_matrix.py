@@ -63,11 +63,7 @@ class CellImage:
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """The answers for one class.
-
-    Args:
-        cells: In the order of the matrix; None for a cell without images.
-    """
+    """The answers for one class in the order of the matrix; None for a cell without images."""
 
     label: int
     cells: Sequence[Confusion | None]
@@ -76,11 +72,7 @@ class MatrixRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfusionFindings:
-    """What the macro `confusions` shows.
-
-    Args:
-        pairs: The most frequent wrong pairs, at most MAX_PAIRS.
-    """
+    """What the macro `confusions` shows; its pairs are the MAX_PAIRS most frequent wrong ones."""
 
     classes: Sequence[str]
     order: Sequence[int]
@@ -164,13 +156,8 @@ def similarities(
 
 
 def similar_order(similarity: NDArray[np.float64]) -> list[int]:
-    """An order of classes in which similar ones are neighbours.
-
-    Classes that are similar to none keep their place.
-
-    Args:
-        similarity: At least 0, (classes, classes), symmetric; the diagonal is not used.
-    """
+    """An order of classes in which those of high `similarity`, (classes, classes), are neighbours;
+    classes that are similar to none keep their place."""
     count = len(similarity)
     branches = {index: [index] for index in range(count)}
     linkage = similarity.copy()

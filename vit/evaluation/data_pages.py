@@ -80,12 +80,7 @@ def suggestions_page(
     suggested: Sequence[tuple[str, str, str, float | None]],
     failed: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Images to label with their file names.
-
-    Args:
-        suggested: Name, path, likely class (may be empty) and margin of each image, in the order
-            of the list.
-    """
+    """Images to label, as listed: name, path, likely class (may be empty) and margin of each."""
     shown = suggested[:MAX_SUGGESTED]
     return render_page(
         "suggestions_page.html.j2",

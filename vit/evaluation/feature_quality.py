@@ -37,10 +37,8 @@ def effective_rank(features: Tensor) -> float:
 
 
 def feature_spread(features: Tensor) -> float:
-    """Distance of features from their mean, as a share of their norm; 0 if all are equal.
-
-    Root mean squares over the images, of `features`, (images, dim).
-    """
+    """Root mean square distance of `features`, (images, dim), from their mean, as a share of their
+    norm; 0 if all are equal."""
     exact = features.double()
     distance = (exact - exact.mean(dim=0)).square().sum()
     return float((distance / exact.square().sum().clamp(min=1e-300)).sqrt())
@@ -53,12 +51,7 @@ def similarities(features: Tensor) -> Tensor:
 
 
 def knn_accuracy(features: Tensor, labels: Tensor) -> float:
-    """Share of images whose nearest neighbours among the others vote for their class.
-
-    Args:
-        features: (images, dim), of at least two images.
-        labels: Classes, (images,).
-    """
+    """Share of images, (images, dim), whose nearest neighbours vote for their class."""
     nearest = similarities(features).topk(min(NEIGHBOURS, len(features) - 1), dim=1)
     votes = torch.zeros(len(features), int(labels.max()) + 1, dtype=torch.float64)
     votes.scatter_add_(1, labels[nearest.indices], (nearest.values / TEMPERATURE).exp())
@@ -87,13 +80,7 @@ class Clusters(NamedTuple):
 
 
 def kmeans(points: Tensor, clusters: int, *, seed: int, weights: Tensor | None = None) -> Clusters:
-    """Cluster `points`; the same arguments give the same clusters on the same machine.
-
-    Args:
-        points: (points, dim) float32 on the CPU.
-        clusters: From 1 to the number of points.
-        weights: Of the points, (points,), at least 0; 1 by default.
-    """
+    """Cluster `points`, (points, dim) float32 on the CPU; repeatable on the same machine."""
     weights = points.new_ones(len(points)) if weights is None else weights.to(points.dtype)
     centres = initial_centres(points, weights, clusters, seed=seed)
     assigned, squares = nearest_centres(points, centres)

@@ -236,12 +236,7 @@ LEVEL_DIGITS = 6
 
 
 def set_scores(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Score s of the true class of each image, or of its true classes, (images,) float64.
-
-    Args:
-        probabilities: (images, classes).
-        labels: (images,); or multi-hot rows of a multi-label network, (images, classes).
-    """
+    """Score s of the true class (or multi-hot true classes) of each image, (images,) float64."""
     table = probabilities.double()
     if labels.ndim == 2:
         return torch.where(labels.bool(), 1 - table, 0.0).amax(dim=1)
@@ -275,11 +270,7 @@ def class_set_levels(
     coverages: Sequence[float],
     groups: Tensor | None = None,
 ) -> list[tuple[float | None, ...] | None]:
-    """Level of each class, for each coverage; None for a class with too few images.
-
-    Args:
-        scores: Of `set_scores`, (images,).
-    """
+    """Level of each class for each coverage, from `set_scores`; None of too few images."""
     of_class = [labels == index for index in range(classes)]
     fewest = count_rarest(labels, classes, groups)
     enough = [

@@ -93,11 +93,7 @@ class Thumbnail:
 
 
 def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
-    """A thumbnail of the image in `path`, without its metadata; None if it is unreadable.
-
-    Args:
-        size: Its longer side at most, in pixels.
-    """
+    """A thumbnail of at most `size` pixels a side, without metadata; None if unreadable."""
 
     def enough(width: int, height: int) -> tuple[int, int]:
         scale = min(size / max(width, height), 1.0)
@@ -123,11 +119,8 @@ def encode_thumbnail(image: Any, *, quality: int = 88) -> Thumbnail:
 def thumbnails(
     indices: Iterable[int], paths: Sequence[str], *, fast: bool = False
 ) -> Iterator[tuple[int, Thumbnail | None]]:
-    """`indices` of `paths` with their thumbnails, lazily; unreadable images are left out.
-
-    Args:
-        fast: Whether to give all of them without images, which stay closed.
-    """
+    """`indices` of `paths` with their thumbnails, lazily, without unreadable images; with `fast`
+    all of them, and no image is opened."""
     for index in indices:
         image = None if fast else read_thumbnail(paths[index])
         if fast or image is not None:

@@ -74,10 +74,7 @@ def count_present(groups: Tensor) -> int:
 
 
 def share_interval(hits: Tensor, groups: Tensor | None) -> list[float]:
-    """95 % interval of the share of `hits`, (images,); Wilson's of independent images.
-
-    With fewer than 5 groups it is [0, 1].
-    """
+    """95 % interval of the share of `hits`, (images,); [0, 1] with fewer than 5 groups."""
     images, right = len(hits), int(hits.sum())
     if groups is None:
         return list(wilson_interval(right, images))
@@ -133,11 +130,8 @@ Statistics = Callable[[Tensor], Mapping[str, Tensor]]
 def draw_weights(
     images: int, resamples: int, *, groups: Tensor | None = None, seed: int = 0
 ) -> Iterator[Tensor]:
-    """How often each image is in each draw, in parts of (resamples, images), float64.
-
-    Args:
-        groups: The group of each image, which are drawn whole; None of independent images.
-    """
+    """How often each image is in each draw, in parts (resamples, images); `groups` are drawn
+    whole."""
     generator = torch.Generator().manual_seed(seed)
     rows, units = max(1, CHUNK // images), images if groups is None else count_groups(groups)
     for first in range(0, resamples, rows):
@@ -177,11 +171,7 @@ def bootstrap(
     resamples: int = RESAMPLES,
     few: bool = False,
 ) -> dict[str, Interval]:
-    """95 % intervals of metrics; the same for the same images. None if a draw has no value.
-
-    Args:
-        few: Whether there are too few images for any interval, as with too few groups.
-    """
+    """95 % intervals of metrics, the same for the same images; None if a draw has no value."""
     whole = statistics(torch.ones(1, images, dtype=torch.float64))
     if few or few_groups(groups):
         return dict.fromkeys(whole)

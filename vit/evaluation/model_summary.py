@@ -231,12 +231,8 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the table, for one image.
-
-    Args:
-        shape: Of its output, without the batch; None if that is not one tensor.
-        flops: 2 for each multiply-add.
-    """
+    """One row of the table, for one image; `shape` is without the batch, None of several tensors,
+    and a multiply-add is 2 FLOPs."""
 
     name: str
     kinds: tuple[str, ...]
@@ -249,11 +245,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Estimated bytes, in float32 unless named otherwise.
-
-    Args:
-        weights_bf16: The same in bfloat16.
-    """
+    """Estimated bytes, in float32 unless named otherwise."""
 
     weights: int
     weights_bf16: int
@@ -267,11 +259,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a whole network.
-
-    Args:
-        parts: In order; the one called "blocks" has a part for each block.
-    """
+    """Cost of a whole network; its part "blocks" has a part for each block."""
 
     parts: tuple[Part, ...]
     parameters: int

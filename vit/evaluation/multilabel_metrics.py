@@ -71,16 +71,11 @@ def rank_images(scores: Tensor, targets: Tensor) -> RankedImages:
 
 
 def average_precisions(scores: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Average precision of each class, sum of (R_n - R_(n-1)) P_n, as in scikit-learn.
+    """Average precision of each class, sum of (R_n - R_(n-1)) P_n, as in scikit-learn, (classes,)
+    float64.
 
-    Precision P and recall R are those of the images down to score n; nothing is interpolated.
-
-    Args:
-        scores: (images, classes); a higher one means yes.
-        weights: How often each image counts in each resample, (resamples, images); once if None.
-
-    Returns:
-        (classes,) float64; (classes, resamples) with `weights`.
+    Precision P and recall R are those of the images down to score n; nothing is interpolated. With
+    `weights`, (resamples, images), how often an image counts, it is (classes, resamples).
     """
     counts = torch.ones(1, len(scores), dtype=torch.float64) if weights is None else weights
     rows = []
@@ -174,17 +169,12 @@ def nanmean(values: Tensor) -> float | None:
 
 
 def choose_thresholds(probabilities: Tensor, targets: Tensor) -> tuple[list[float], list[int]]:
-    """For each class the probability from which on it is predicted, so that F1 is the highest.
+    """For each class the probability from which on it is predicted, so that F1 is the highest, and
+    the numbers of the classes that keep 0.5.
 
-    Half-way between the lowest score that is accepted and the next one, so that rounding changes
-    no answer; of several the one nearest to 0.5. A class that fewer than 5 images have, or lack,
-    keeps 0.5.
-
-    Args:
-        probabilities: (images, classes), float64.
-
-    Returns:
-        Thresholds, and the numbers of the classes that keep 0.5 for that reason.
+    Half-way between the lowest score that is accepted and the next one, so that rounding changes no
+    answer; of several the one nearest to 0.5. A class that fewer than 5 images have, or lack, keeps
+    0.5.
     """
     thresholds, few = [], []
     for index, (scores, own) in enumerate(
@@ -261,10 +251,6 @@ def multilabel_intervals(
 
     None of fewer than 5 images with a wrong decision, or of fewer than 20 groups; that of micro F1
     also of fewer than 5 images with a class that is found.
-
-    Args:
-        probabilities: (images, classes).
-        decisions: 1 where it is predicted, (images, classes).
     """
     probabilities, truth = probabilities.double(), targets.double()
     inside = probabilities.clamp(LEAST, 1 - 2**-53)

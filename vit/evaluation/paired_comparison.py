@@ -178,11 +178,7 @@ class PairedComparison:
         right: tuple[Tensor, Tensor],
         groups: Tensor | None = None,
     ) -> "PairedComparison":
-        """From the scores of two multi-label networks.
-
-        Args:
-            right: Whether each answer has all classes right, (images,) both.
-        """
+        """From scores of multi-label networks; an answer is `right` with all classes right."""
         a, b = maps
         difference, left_out = b.value - a.value, b.left_out - a.left_out
         means, parts = left_out.nanmean(dim=0), left_out.shape[1]
@@ -284,10 +280,8 @@ def compare_all_pairs(
 ) -> dict[tuple[int, int], PairedComparison]:
     """The comparison of every two classifiers, by their places.
 
-    Args:
-        right: Whether each answer is right, (classifiers, images).
-        scores: Of each multi-label classifier the probabilities, (images, classes).
-        targets: 1 where an image has a class of a multi-label classifier, (images, classes).
+    `right` is (classifiers, images); multi-label ones have `scores` and `targets` of (images,
+    classes).
     """
     places = combinations(range(len(right)), 2)
     if targets is None or not scores:
@@ -309,10 +303,8 @@ class Disagreement:
     right: Sequence[bool]
 
     def lines(self) -> list[tuple[str, str, float]]:
-        """Letters, answer and highest probability of networks with equal answers; right ones first.
-
-        The others are sorted by their probability.
-        """
+        """Letters, answer and highest probability of networks with equal answers; right ones come
+        first, the others by their probability."""
         places: dict[tuple[bool, str], list[int]] = {}
         for place, (answer, _) in enumerate(self.answers):
             places.setdefault((not self.right[place], answer), []).append(place)
@@ -331,12 +323,8 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class RunsComparison:
-    """Every two of several classifiers on the same images: the result of `vit compare`.
-
-    Args:
-        disagreements: Images that some of them get right.
-        failed: Unreadable images, each {"image", "error"}.
-    """
+    """Every two of several classifiers on the same images, the result of `vit compare`, with the
+    images that some of them get right."""
 
     names: Sequence[str]
     pairs: Mapping[tuple[int, int], PairedComparison]

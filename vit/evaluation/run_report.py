@@ -21,15 +21,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts about a run beside its scores.
-
-    Args:
-        epochs: The events that end an epoch.
-        robustness: `robustness` of `vit.evaluate` with corruptions, if the report shows it.
-        machine: Devices and arithmetic, such as `1 x cuda, bf16`.
-        best_epoch: The epoch whose weights are measured, from 1.
-        flops: Of one image, forward; None if they were not counted.
-    """
+    """Facts about a run beside its scores; `best_epoch` is from 1, `flops` are of one image."""
 
     folder: Path
     epochs: Sequence[Event]

@@ -218,11 +218,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class RunsTable:
-    """The result of `runs`.
-
-    Args:
-        runs: Its runs, sorted.
-    """
+    """The result of `runs`, sorted."""
 
     folder: Path
     runs: tuple[RunRecord, ...]

@@ -59,7 +59,7 @@ def precision_threshold(
         error: Probability with which the share may be missed.
 
     Returns:
-        None if these images prove no threshold: they are too few, or too many answers are wrong.
+        None if these images prove none: they are too few, or too many answers are wrong.
     """
     ordered, order = confidences.double().sort(descending=True, stable=True)
     wrong = (~right.bool())[order]

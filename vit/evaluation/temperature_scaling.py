@@ -123,10 +123,7 @@ def best_temperature(logits: Tensor, targets: Tensor) -> Scaling:
 
 
 def best_scaling(logits: Tensor, labels: Tensor) -> Scaling:
-    """Temperature and exponent of the smallest loss, by a golden-section search for the latter.
-
-    The loss includes the prior of the exponent.
-    """
+    """Temperature and exponent of the smallest loss, which includes the prior of the exponent."""
     logits, labels = _subset(logits, labels)
     weight = 1 / (2 * PRIOR_WIDTH**2 * len(labels))
     scale = 1.0

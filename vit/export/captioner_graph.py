@@ -40,9 +40,8 @@ class ImageEncoder(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Bytes (batch, height, width, 3) -> keys and values, and probabilities if any
 
-        Returns:
-            Keys and values, each (layers, batch, kv_heads, tokens, head_dim); with a head also
-            the probabilities of classes, (batch, classes).
+        Keys and values are (layers, batch, kv_heads, tokens, head_dim), probabilities (batch,
+        classes).
         """
         floats = self.preprocessing.normalise(images.permute(0, 3, 1, 2))
         tokens, context = self.model.encode(floats)

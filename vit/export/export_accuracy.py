@@ -26,12 +26,7 @@ SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Scores of a run and of its file on the same images.
-
-    Args:
-        before: Score of the run; None if undefined.
-        score: Name of the score: top-1, or mAP of a multi-label network.
-    """
+    """Scores of a run and of its file on the same images; `before` is that of the run."""
 
     count: int
     failed: int

@@ -19,12 +19,7 @@ later ones add nothing that these networks need."""
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A run that is loaded, and what a format makes of it.
-
-    Args:
-        source: The run folder or source of weights, as the metadata name it.
-        path: The file to write, which `check_output_path` has allowed.
-    """
+    """A run that is loaded, and what a format makes of it in the file `path`."""
 
     run: LoadedRun
     source: PathLike
@@ -36,12 +31,8 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class Exported:
-    """Files that were written.
-
-    Args:
-        files: Paths and sizes in bytes.
-        difference: Largest difference to torch on random inputs, as a share of the largest value.
-    """
+    """Files that were written, with their sizes in bytes; `difference` is the largest deviation
+    from torch on random inputs, as a share of the largest value."""
 
     files: tuple[tuple[Path, int], ...]
     difference: float

@@ -46,11 +46,8 @@ def write_openvino(job: ExportJob) -> Exported:
 def convert(graph: Path | bytes, path: Path, *, images: Sequence[Array] | None = None) -> float:
     """Convert an ONNX file, or its bytes, to NAME.xml and NAME.bin beside it.
 
-    Args:
-        images: Images to compare both engines on, uint8 (height, width, 3); noise by default.
-
-    Returns:
-        The largest difference to onnxruntime, as TOLERANCES measures it.
+    Both engines are compared on `images`, uint8 (height, width, 3), or on noise; returns the
+    largest difference, as TOLERANCES measures it.
     """
     model = runtime.read_model(runtime.openvino_core(), graph)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:

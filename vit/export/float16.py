@@ -55,11 +55,8 @@ def convert_to_float16(proto: Any) -> Any:
 
 
 def check_range(proto: Any, apart: Sequence[Any]) -> None:
-    """Raise if the weights are too many for the converter, or one is too large for float16.
-
-    Args:
-        apart: Nodes that stay in float32.
-    """
+    """Raise if the weights are too many for the converter, or one outside `apart`, the nodes that
+    stay in float32, is too large for float16."""
     onnx = libraries()
     floats = [x for x in proto.graph.initializer if x.data_type == onnx.TensorProto.FLOAT]
     size = sum(len(x.raw_data) for x in floats)

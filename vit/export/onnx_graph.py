@@ -40,10 +40,9 @@ Axes = Mapping[str, Mapping[int, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A module to export as one graph.
+    """A module to export as one graph, with the dynamic axes of each input by name.
 
     Args:
-        inputs: Dynamic axes of each input, in order, with their names.
         examples: Inputs for the comparison; the first one is traced, with at least 2 elements
             along dynamic axes, because torch takes a length of 0 or 1 for fixed.
     """

@@ -210,11 +210,8 @@ def resized(preprocessing: Preprocessing, height: Value, width: Value) -> tuple[
 
 
 class Axis:
-    """Positions of the pixels of the result along one axis of the image.
-
-    Args:
-        cropped: Whether Pillow computes the crop only, whose borders it takes in float32.
-    """
+    """Positions of the pixels of the result along one axis of the image; with `cropped`, Pillow
+    computes the crop only, whose borders it takes in float32."""
 
     def __init__(self, size: Value, full: Value, target: int, cropped: Value) -> None:
         self.size, self.target = size, target

@@ -175,9 +175,8 @@ def _merge_factor(graph: Graph, name: str, removed: set[str]) -> Array:
 class Activation:
     """A tensor to quantize in front of some products.
 
-    Args:
-        signed: Symmetric around 0, instead of from its minimum to its maximum.
-        channels: Length of its last axis if channels are measured separately, else 1.
+    `signed`: symmetric around 0, instead of from its minimum to its maximum. `channels`: length of
+    its last axis if channels are measured separately, else 1.
     """
 
     name: str
@@ -318,14 +317,8 @@ def _measure_moments(
 
 
 def _smooth(graph: Graph, activation: Activation, values: Array) -> Array:
-    """Factors for the rows of the weights; the norm that produces the activation is divided.
-
-    Args:
-        values: Its size in each channel, (channels,).
-
-    Returns:
-        (channels,)
-    """
+    """Factors for the rows of the weights, from the size of the activation in each channel, both
+    (channels,); the norm that produces the activation is divided."""
     factors = np.ones_like(values)
     norm = graph.producer(activation.name, "LayerNormalization")
     if norm is None or activation.readers != activation.products:

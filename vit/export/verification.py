@@ -56,13 +56,8 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Outputs of a network for one image.
-
-    Args:
-        probabilities: (classes,) float64; empty without a classification head.
-        caption: The caption, or None.
-        thresholds: Decision thresholds of a multi-label network, or None.
-    """
+    """Outputs of a network for one image; the probabilities, (classes,) float64, are empty without
+    a classification head."""
 
     probabilities: Array
     caption: str | None = None
@@ -154,11 +149,8 @@ def _outputs_of(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Deviation of one implementation from the reference.
-
-    Args:
-        worst: The image of that difference, or None.
-    """
+    """Deviation of one implementation from the reference; `worst` is the image of the
+    difference."""
 
     name: str
     images: int
@@ -202,11 +194,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of a verification.
-
-    Args:
-        precision: Precision in the metadata of the file, which sets its limits; None without one.
-    """
+    """Result of a verification, with limits by the precision in the metadata of the file."""
 
     images: int
     paths: tuple[Comparison, ...]

@@ -161,11 +161,7 @@ def library_version(engine: str) -> str:
 def open_exported(
     path: PathLike, engine: str, config: InferenceConfig, threads: int | None = None
 ) -> Engine:
-    """Open X.onnx in onnxruntime, or X.xml or X.onnx in OpenVINO.
-
-    Args:
-        threads: Compute threads; one per core by default.
-    """
+    """Open X.onnx in onnxruntime, or X.xml or X.onnx in OpenVINO."""
     check_exported_settings(config)
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: must be at least 1")

@@ -25,12 +25,7 @@ INTEGER_METADATA = ("begin", "end", "max_tokens")
 
 
 class OnnxCaptioner(ExportedEngine):
-    """The two ONNX files of a captioner of `vit export`; an Engine.
-
-    Attributes:
-        classes: Class names; empty if the model has no classification head.
-        metadata: Metadata of the decoder file.
-    """
+    """The two ONNX files of a captioner of `vit export`; an Engine."""
 
     precision, thresholds, calibration = "fp32", None, None
     shares, whole_images, n_best = True, False, 1
@@ -133,16 +128,10 @@ def greedy_decode(
     min_tokens: int,
     max_tokens: int,
 ) -> list[GeneratedSequence]:
-    """Greedy decoding with a KV cache, as vit/generation does it in torch.
+    """Greedy decoding with a KV cache, as vit/generation does it in torch, one sequence an image.
 
-    Of equal logits the lower id is taken. Finished sequences leave the batch.
-
-    Args:
-        memory_key, memory_value: Cross-attention keys and values of the images,
-            (layers, batch, kv_heads, tokens, head_dim).
-
-    Returns:
-        One sequence per image.
+    Of equal logits the lower id is taken. Finished sequences leave the batch. The keys and values
+    of the images are (layers, batch, kv_heads, tokens, head_dim).
     """
     active = np.arange(memory_key.shape[1])
     tokens: list[list[int]] = [[] for _ in active]

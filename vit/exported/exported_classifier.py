@@ -83,15 +83,7 @@ class OnnxClassifier(ExportedEngine):
     """A classifier of `vit export`; an Engine.
 
     A list gives the same numbers every time; the last digits depend on `batch_size` and on the
-    other images.
-
-    Args:
-        name: Of the file, in messages.
-
-    Attributes:
-        precision: fp32, fp16 or int8.
-        calibration: Calibration of the scores, inside the graph; None for raw scores.
-        metadata: Metadata of the file.
+    other images. Its `calibration` is inside the graph.
     """
 
     whole_images, n_best = True, 0

@@ -20,13 +20,7 @@ ERRORS_ONLY = 3  # of onnxruntime's levels; its warnings are about its own optim
 
 
 class InferenceSession(Protocol):
-    """A graph that an engine has opened, onnxruntime or OpenVINO.
-
-    Attributes:
-        inputs: Names of the inputs, in order.
-        outputs: Names of the outputs, in order.
-        metadata: Metadata of the file.
-    """
+    """A graph that an engine has opened, onnxruntime or OpenVINO, with its names in order."""
 
     inputs: list[str]
     outputs: list[str]
@@ -38,12 +32,7 @@ class InferenceSession(Protocol):
 
 
 class OnnxSession:
-    """An ONNX graph in onnxruntime; an InferenceSession.
-
-    Args:
-        source: The file, or its bytes.
-        threads: Compute threads per operator; default: one per core.
-    """
+    """An ONNX graph, a file or its bytes, in onnxruntime; an InferenceSession."""
 
     def __init__(self, source: Source, *, threads: int | None = None) -> None:
         if not isinstance(source, bytes):

@@ -26,11 +26,8 @@ MAX_REPEATS = 4
 
 
 class OpenVINOSession:
-    """A graph in OpenVINO on the CPU; an InferenceSession.
-
-    Args:
-        source: X.xml with X.bin beside it, X.onnx, or the bytes of the latter.
-    """
+    """A graph in OpenVINO on the CPU, of X.xml with X.bin beside it, or X.onnx or its bytes; an
+    InferenceSession."""
 
     def __init__(self, source: Source, *, threads: int | None = None) -> None:
         core = openvino_core()

@@ -37,14 +37,9 @@ def generate(
 ) -> list[list[Hypothesis]]:
     """Hypotheses of each of `rows` images, up to `search.n_best`, the best first.
 
-    They depend only on the image's own logits (and its index, for sampling), not on the rest of
-    the batch. There are fewer than `n_best` only with a very small vocabulary.
-
-    Args:
-        decoder: Its first call gets the token `begin` for each image.
-        search: The settings; `max_tokens` is not 0.
-        image_indices: Index of each image, for the random numbers of sampling; default: its row.
-        device: Device of the decoder.
+    They depend only on the image's own logits (and its index, for sampling), not on the rest of the
+    batch. There are fewer than `n_best` only with a very small vocabulary. The decoder's first call
+    gets the token `begin` for each image; `max_tokens` is not 0.
     """
     image_indices = range(rows) if image_indices is None else image_indices
     if rows == 0:
@@ -70,10 +65,8 @@ def generate_tokens(
 ) -> list[Hypothesis]:
     """One sequence for each row; finished rows leave the batch at once.
 
-    Each step synchronises with the device once, to see which sequences ended.
-
-    Args:
-        random: Random numbers, (rows, max_tokens); None for greedy decoding.
+    Each step synchronises with the device once, to see which sequences ended. `random` is (rows,
+    max_tokens), or None for greedy decoding.
     """
     processor = LogitsProcessor(search, end=end)
     finished: dict[int, Hypothesis] = {}
@@ -121,13 +114,8 @@ def generate_captions(
     *,
     image_indices: Sequence[int] | None = None,
 ) -> list[list[Caption]]:
-    """The `search.n_best` captions of each image, the best first.
-
-    Args:
-        decoder: In evaluation mode.
-        memory: Output of the encoder, (batch, tokens, dim).
-        image_indices: As for `generate`.
-    """
+    """The `search.n_best` captions of each image, the best first; `memory` is (batch, tokens,
+    dim)."""
     if not len(memory):
         return []
     check_length(search, decoder)
@@ -167,11 +155,7 @@ class CaptionGenerator:
     def generate(
         self, memories: Sequence[Tensor], numbers: Sequence[int]
     ) -> list[tuple[Caption, ...] | WeightsError]:
-        """Captions of each image, the best first, or its error.
-
-        Args:
-            memories: Image tokens of each image, (tokens, dim).
-        """
+        """Captions of each image, the best first, or its error; memories are (tokens, dim)."""
         results: dict[int, tuple[Caption, ...] | WeightsError] = {}
         for group in group_by_length(memories):
             memory = torch.stack([memories[index] for index in group])
@@ -199,7 +183,6 @@ class CaptionGenerator:
         """Cross-entropy of given captions, summed over their tokens, and the number of tokens.
 
         Args:
-            memories: Image tokens of each image, (tokens, dim).
             caption_ids: (images, tokens) with begin and end tokens, padded, on the CPU.
         """
         total, count = 0.0, 0

@@ -89,11 +89,8 @@ def _topk_of_ties(logits: Tensor, count: int) -> Tensor:
 
 
 def choose_tokens(logits: Tensor, search: Search, random: Tensor | None) -> Tensor:
-    """Ids of the next tokens, (rows, 1): sampled, or the largest of (rows, vocab) float32.
-
-    Args:
-        random: Random integers of 31 bits, (rows, 1); None for greedy decoding.
-    """
+    """Ids of the next tokens, (rows, 1): sampled by 31-bit random integers, or the largest of
+    (rows, vocab)."""
     if random is None:
         # the first of ties, as argmax, which takes twice the time on a CPU
         return logits.max(dim=1, keepdim=True).indices

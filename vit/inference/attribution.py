@@ -57,11 +57,7 @@ ROUNDING = 1e-4  # relative difference of scores that is no difference
 
 @dataclass(frozen=True)
 class Curve:
-    """The probability of a class while more and more patches are deleted.
-
-    Args:
-        deleted: Shares of the patches, from 0 to 1.
-    """
+    """The probability of a class while the share `deleted` of the patches grows from 0 to 1."""
 
     deleted: tuple[float, ...]
     probabilities: tuple[float, ...]
@@ -79,11 +75,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Deletion:
-    """Deletion metric of one map.
-
-    Args:
-        random: Scores of random orders.
-    """
+    """Deletion metric of one map, and the scores of random orders."""
 
     curve: Curve
     reverse: Curve
@@ -115,13 +107,7 @@ def deletions(
     seed: int,
     activation: Activation = SOFTMAX,
 ) -> list[Deletion]:
-    """Deletion metric of each of `maps`.
-
-    Args:
-        image: Normalised, (channels, height, width).
-        maps: Weight of each patch, (maps, rows, cols); the order of equal ones is random.
-        seed: Seed of the random orders, which all maps share.
-    """
+    """Deletion metric of each map, (maps, rows, cols), in one image, (channels, height, width)."""
     grid = (maps.shape[-2], maps.shape[-1])
     orders = _orders(maps.flatten(1).cpu(), seed)
     counts = steps(orders.shape[1])
@@ -143,10 +129,7 @@ def deletions(
 
 
 def _orders(maps: Tensor, seed: int) -> Tensor:
-    """Orders of deletion: random ones, then each map, descending and ascending.
-
-    (maps, patches) -> (RANDOM_ORDERS + 2 * maps, patches)
-    """
+    """Random orders, then each map descending and ascending, (orders, patches)."""
     generator = torch.Generator().manual_seed(seed)
     patches = maps.shape[1]
     orders = [torch.randperm(patches, generator=generator) for _ in range(RANDOM_ORDERS)]
@@ -167,10 +150,7 @@ def _probabilities(
     batch_size: int,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Probabilities of all classes, float64 on the CPU, (orders, steps, classes).
-
-    The first and the last step are equal in all orders, and computed once.
-    """
+    """Probabilities of all classes, float64 on the CPU, (orders, steps, classes)."""
     inner = torch.tensor(counts[1:-1])
     kept = orders.argsort(dim=1)[:, None, :] >= inner[:, None]  # (orders, inner steps, patches)
     patches = orders.shape[1]
@@ -209,10 +189,8 @@ def attribute_classes(
     deletion: bool = True,
     threshold: float | None = None,
 ) -> "list[ClassAttribution]":
-    """Attribution maps of the two most probable classes, with their deletion metric.
-
-    Of a multi-label model: the classes above their thresholds, at most five, or the best one.
-    """
+    """Attribution maps of the two most probable classes with their deletion metric; of a
+    multi-label model, of the classes above their thresholds, at most five, or of the best one."""
     classes, image, maps = _class_relevance(predictor, output, threshold)
     assert output.pixels is not None, "an output without an error has an image"
     names = [predictor.classes[index] for index in classes]
@@ -279,14 +257,8 @@ def _normalised(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClassAttribution:
-    """Attribution map of one class in one image.
-
-    Args:
-        probability: Of the class, in float32.
-        weights: Relevance above that of the weakest patch, (rows, cols), normalised to a sum of 1;
-            all 0 where all patches are equal.
-        deletion: Deletion metric of the map, unless it was left out.
-    """
+    """Attribution map of one class: relevance above that of the weakest patch, (rows, cols), with a
+    sum of 1, or all 0 where all patches are equal."""
 
     label: str
     probability: float
@@ -390,18 +362,12 @@ def deletion_summary(tested: list[Deletion]) -> str:
 
 
 def relevance(model: VisionTransformer, images: Tensor, classes: Tensor | Sequence[int]) -> Tensor:
-    """Relevance of each patch for the logit of one class: attention times its gradient.
+    """Relevance of each patch, at least 0, (batch, rows, cols), for the logit of one class of each
+    image: attention times its gradient.
 
     The row of the pooling is returned: of the class token, the mean of the patches, or both for
     class_token_mean; attention pooling is one more step of the same rule. Works under
     `torch.inference_mode`, and leaves no gradient on a parameter.
-
-    Args:
-        images: (batch, channels, height, width).
-        classes: The class of each image, (batch,).
-
-    Returns:
-        Non-negative, (batch, rows, cols) of the patches.
     """
     with torch.inference_mode(False), torch.enable_grad():
         logits, blocks, pooling, _, context = record_attention(model, images.clone())
@@ -456,14 +422,11 @@ def attribute_words(
     *,
     grid: tuple[int, int],
 ) -> "list[WordAttribution]":
-    """Words of a caption with their attention maps, in order.
+    """Words of a caption with their attention maps, in order; the patches are the last of `memory`,
+    (tokens, dim).
 
     Words are separated by white space; in scripts without it they are single characters, or those
     of one token.
-
-    Args:
-        memory: Image tokens, (tokens, dim), the patches last.
-        grid: (rows, cols) of the patches.
     """
     if not ids:
         return []
@@ -516,12 +479,8 @@ def is_space(prefixes: Sequence[str], token: int) -> bool:
 
 @dataclass(frozen=True)
 class WordAttribution:
-    """Attention map of one word of a caption.
-
-    Args:
-        weights: Attention of each patch, (rows, cols) float32 on the CPU; the sum is less than 1
-            where the class token and registers have some.
-    """
+    """Attention map of one word, (rows, cols) float32 on the CPU; the sum is less than 1 where the
+    class token and registers have some."""
 
     text: str
     weights: Tensor

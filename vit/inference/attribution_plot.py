@@ -87,10 +87,8 @@ def draw_explanations(
 ) -> Iterator[Prediction]:
     """Iterate over predictions as `Predictor.stream`, and plot each into `folder`.
 
-    A prediction whose explanation overflows has the reason as its `error`, and no plot.
-
-    Plots are named by the number and the name of the image: 0001-cat.png. Classes are explained in
-    float32, whatever the precision of the predictions.
+    Classes are explained in float32, whatever the precision of the predictions. A prediction whose
+    explanation overflows has the reason as its `error`, and no plot.
     """
     check_explainable(predictor, deletion=deletion)
     folder = Path(folder)
@@ -164,12 +162,7 @@ def plot_words(image: Tensor, words: Sequence[WordAttribution]) -> Image.Image:
 def plot_attributions(
     image: Tensor, weights: Sequence[Tensor], texts: Sequence[Sequence[str]]
 ) -> Image.Image:
-    """The image, then the image under each of `weights`, in rows, with texts below.
-
-    Args:
-        image: uint8, (3, height, width).
-        weights: Maps of the patches, each (rows, cols).
-    """
+    """The uint8 image, (3, height, width), then under each map, (rows, cols), with texts below."""
     plain = Image.fromarray(rearrange(image, "rgb height width -> height width rgb").numpy())
     longer = max(plain.size)
     width, height = (max(1, round(side * TILE / longer)) for side in plain.size)

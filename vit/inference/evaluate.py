@@ -174,12 +174,8 @@ def measure_robustness(
     where: str,
     groups: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """`score` on the images with each corruption of each severity.
-
-    Returns:
-        `score`, its value `clean` and its `mean` over all corruptions; and `corruptions`: name,
-        severity, score and its interval of each.
-    """
+    """`score` on corrupted images: its value `clean`, its `mean`, and that of each of the
+    `corruptions` with its interval."""
     rows: list[dict[str, Any]] = []
     pairs = [*itertools.product(CORRUPTIONS, SEVERITIES)]
     try:
@@ -314,12 +310,8 @@ def measure(
     groups: Sequence[str] | None = None,
     brief: bool = False,
 ) -> dict[str, Any]:
-    """Scores of the task's `Evaluation` over the readable images, and `failed`, the others.
-
-    Args:
-        columns: Cells of columns by path. If given, also empty, there are `slices` where answers
-            are right or wrong.
-    """
+    """Scores of the task's `Evaluation` over the readable images, `failed` (the others) and, with
+    `columns`, even if empty, `slices`."""
     evaluation = predictor.task.evaluation(predictor, samples, notify)
     if columns and evaluation.right is None:
         raise ConfigError("slice: accuracy is that of classifiers, and this network is not one")

@@ -143,10 +143,7 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
 
 
 def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The cells of columns of a list, by column and by the path of the image.
-
-    A list is read once; of tables and shards, each column by itself.
-    """
+    """The cells of columns of a list, by column and by the path of the image."""
     found: dict[str, dict[str, str]] = {}
     if columns and is_list(spec.data):
         index = read_source(dataclasses.replace(spec, columns=tuple(columns)))

@@ -78,11 +78,8 @@ class HeldOut(NamedTuple):
 def save_fold_soup(folder: Path, folds: int, notify: Notify) -> None:
     """Average the folds of a cross-validation of pretrained weights into `folder`/soup.
 
-    A training from scratch, or with several classes an image, has none. One that is newer
-    than the folds stays as it is. Errors become a note, for the folds are complete without it.
-
-    Args:
-        folder: Folder of the finished runs fold-1, fold-2, ...
+    A training from scratch, or with several classes an image, has none. One that is newer than the
+    folds stays as it is. Errors become a note, for the folds are complete without it.
     """
     out = folder / SOUP_FOLDER
     runs = [folder / f"fold-{fold}" for fold in range(1, folds + 1)]
@@ -230,14 +227,8 @@ def evaluate_fold(run: Path) -> dict[str, Any]:
 
 
 def join_folds(folder: Path, folds: int, data: str, labels: str | None = None) -> list[str]:
-    """Write rows.jsonl and, with one class an image, label_errors.csv of a cross-validation.
-
-    Args:
-        folder: Folder of the finished runs fold-1, fold-2, ...
-
-    Returns:
-        Lines for the user.
-    """
+    """Write rows.jsonl and, with one class an image, label_errors.csv; return lines for the
+    user."""
     single = True
     with open_atomic(folder / ROWS_FILE, "w", encoding="utf-8", newline="") as out:
         for fold in range(1, folds + 1):

@@ -190,10 +190,7 @@ def find_label_errors(
 
 
 def label_indices(labels: Sequence[str], classes: Sequence[str]) -> list[int | None]:
-    """The place of each label in `classes`, as a training matches them; None of unknown ones.
-
-    Names that are equal after Unicode normalisation (NFC) match.
-    """
+    """The place of each label in `classes`, both in NFC as in training; None of unknown ones."""
     exact = {name: place for place, name in enumerate(classes)}
     equal = {unicodedata.normalize("NFC", name): place for name, place in exact.items()}
     return [exact.get(name, equal.get(unicodedata.normalize("NFC", name))) for name in labels]
@@ -237,12 +234,10 @@ def add_row_errors(
 
 
 def write_suspects(report: CheckReport, path: str) -> int:
-    """Write the suspected labels as a list that can be edited and given to `vit train`.
+    """Write the suspected labels as a list that can be edited and given to `vit train`; returns
+    their number.
 
     Columns: image, relative to the data; its label, which a reviewer corrects; the likely class.
-
-    Returns:
-        Number of suspected labels.
     """
     columns = ("image", "label", "likely")
     suspected = [one for one in report.problems if one.kind == "suspected_label"]
@@ -318,10 +313,7 @@ def similar_pairs(nearest: Neighbours) -> list[tuple[int, int, float]]:
 
 
 def neighbour_probabilities(nearest: Neighbours, labels: Tensor, classes: int) -> Tensor:
-    """Share of each class among the neighbours of an image, weighted, (images, classes).
-
-    Copies of the image do not count.
-    """
+    """Weighted share of each class among an image's neighbours, copies aside, (images, classes)."""
     similarity = nearest.similarity
     weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
     weights = weights.masked_fill(similarity > SAME, 0.0)
@@ -347,15 +339,12 @@ def neighbour_agreement(nearest: Neighbours, labels: Tensor, classes: int) -> fl
 
 
 def suspects(features: Tensor, nearest: Neighbours, labels: Tensor, classes: int) -> list[Suspect]:
-    """Images whose label is probably wrong, the most certain first.
+    """Images whose label is probably wrong by their `features`, (images, dim), the most certain
+    first.
 
     Images with copies only are not suspected, and change no threshold. Many others have neighbours
     of one class only, and equal probabilities. The most certain ones are then those that are
     nearest to the mean of the other class, and farthest from that of their own.
-
-    Args:
-        features: (images, dim).
-        labels: (images,).
     """
     voted = have_votes(nearest).nonzero().flatten()
     wrong, likely, margin = find_disagreement(

@@ -66,12 +66,7 @@ class TrialResult:
 def run_trial(
     predict: Predict, batches: Sequence[Sequence[Tensor]], timed: Timer = timed
 ) -> TrialResult:
-    """Compute each batch in both precisions, which take turns in going first.
-
-    Args:
-        predict: Probabilities, (batch, classes), of preprocessed images.
-        timed: Returns the seconds and the result of a computation.
-    """
+    """Compute each batch in both precisions, which take turns in going first."""
     for precision in PRECISIONS:
         predict(batches[0], precision)
     speedups, same, differences = [], 0, [0.0]

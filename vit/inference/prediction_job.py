@@ -243,10 +243,8 @@ def find_images(inputs: Sequence[str], *, notify: Notify, urls: bool = False) ->
 
 
 def read_urls(word: str) -> list[str] | None:
-    """Images of a list with URLs in its column `image`; None of other words.
-
-    Names beside the URLs are relative to the folder of the list.
-    """
+    """Images of a list with URLs in its column `image`; names are relative to the folder of the
+    list, and other words give None."""
     from vit.inference.ray_inference import is_url, read_list
 
     if not word.lower().endswith((".csv", ".jsonl")):
@@ -332,12 +330,7 @@ class ProcessFailed(VitError):
 
 
 class ProcessGroup:
-    """The processes started by a launcher, seen from one of them; or this one.
-
-    Attributes:
-        rank: Index of this process.
-        processes: Number of processes.
-    """
+    """The processes started by a launcher, seen from one of them; or this one."""
 
     def __init__(self) -> None:
         self.rank, self.processes = 0, 1
@@ -434,11 +427,8 @@ def open_predictor_on_all(
     images: list[str],
     output: ResumableOutput | None,
 ) -> Predictor:
-    """Open the predictor in every process, with one precision.
-
-    With precision auto the first process chooses it, and a resumed prediction keeps the precision
-    that it was begun with.
-    """
+    """Open the predictor in every process, with the precision that the first process chooses, or
+    that a resumed prediction was begun with."""
     precision: str = inference.precision
     if config.resume and precision == "auto" and output is not None:
         precision = group.run_on_main(lambda: output.stored_settings().get("precision", "auto"))
@@ -460,12 +450,7 @@ def open_predictor_on_all(
 
 @dataclass(frozen=True)
 class PredictionJob:
-    """One list of images, the predictor, and the format of the rows.
-
-    Args:
-        config: With the engine and the format that are used.
-        group: The processes that share the list.
-    """
+    """One list of images, the predictor, and the format of the rows."""
 
     config: PredictionConfig
     inference: InferenceConfig

@@ -75,10 +75,8 @@ def shares(
 
 @contextmanager
 def cluster(workers: int | None) -> Iterator[ModuleType]:
-    """The connected cluster, that of RAY_ADDRESS, or a local one until the end of the `with`.
-
-    Yields the module ray, which is slow to import.
-    """
+    """The connected module ray, which is slow to import, with the cluster of RAY_ADDRESS, or a
+    local one until the end of the `with`."""
     # no telemetry, and no messages about failures that Ray recovers from
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -164,13 +162,8 @@ def predict_with_ray(
 ) -> int:
     """Predict all `images` into one file; return the number of failures.
 
-    The cluster is that of RAY_ADDRESS, else one of this machine, for as long as it takes. Each
-    machine needs this package, and the model and images at the same paths or at URLs.
-
-    Args:
-        top_k: Number of most probable classes in a row; 5 by default.
-        settings: Fields of InferenceConfig; `workers` is the number of workers, each with a
-            Predictor, by default one per GPU, or per core.
+    Each machine needs this package, and the model and images at the same paths or at URLs. The
+    setting `workers` is the number of Predictors, by default one per GPU, or per core.
     """
     workers = settings["workers"]
     model = os.path.abspath(model) if os.path.exists(model) else model
@@ -225,11 +218,8 @@ def write_rows(out: str, style: str, layout: Layout, rows: Iterator[Prediction])
 
 
 def pieces(images: Sequence[str], block: int, workers: int) -> "list[pa.Table]":
-    """The list as tables with the columns `number` and `path`, all but the last of whole blocks.
-
-    Args:
-        images: Paths or URLs; paths are made absolute.
-    """
+    """The list as tables of `number` and `path` (absolute, or a URL), of whole blocks but the
+    last."""
     import pyarrow as pa
 
     most = max(1, LONGEST_PIECE // block)
@@ -248,11 +238,7 @@ def pieces(images: Sequence[str], block: int, workers: int) -> "list[pa.Table]":
 
 
 class Worker:
-    """Predicts pieces; an actor of Ray.
-
-    Args:
-        top_k: At least 1.
-    """
+    """Predicts pieces; an actor of Ray."""
 
     def __init__(
         self, model: str, settings: dict[str, Any], top_k: int, attempt: Callable[[int], int]

@@ -269,10 +269,8 @@ class _Table:
 def _source_of_classes(
     predictor: Predictor, order: str, known: dict[str, tuple[str, ...]], weights: str
 ) -> str:
-    """Source of the margins that measure uncertainty: `nothing`, `network` or `labels`.
-
-    It is the network if its classes include those of the labels.
-    """
+    """Source of the margins of uncertainty: `network` if its classes include the labels, `labels`,
+    or `nothing` if typical images are wanted."""
     if order == "typical":
         return "nothing"
     answers = predictor.thresholds is not None or predictor.task.activation_name == "softmax"
@@ -342,12 +340,8 @@ def _without_near_duplicates(
     workers: int | None,
     progress: StageProgress,
 ) -> tuple[list[int], int, list[tuple[int, str]]]:
-    """The first `number` candidates without near-duplicates of each other or of labelled images.
-
-    Returns:
-        Their places, the number of near duplicates that were passed over, and images that could
-        not be read again with the reasons.
-    """
+    """Places of the first `number` candidates without near-duplicates of each other or of labelled
+    images, the number passed over, and unreadable images with the reasons."""
     kept: list[tuple[int, ImageStats]] = []
     broken: list[tuple[int, str]] = []
     passed = 0
@@ -426,12 +420,8 @@ def unit_directions(features: Tensor) -> Tensor:
 def order_by_typicality(
     directions: Tensor, number: int, labelled: Tensor, *, seed: int
 ) -> Iterator[int]:
-    """Iterate over all images without a label, the most typical ones of all clusters first.
-
-    Args:
-        directions: Unit features, (images, dim).
-        labelled: Whether an image has a label, (images,) bool.
-    """
+    """Iterate over all images without a label, the most typical ones of all clusters of the unit
+    vectors `directions`, (images, dim), first."""
     clusters = min(int(labelled.sum()) + number, MAX_CLUSTERS, len(directions))
     assigned = kmeans(directions, clusters, seed=seed).assigned
     sizes = torch.bincount(assigned, minlength=clusters).tolist()
@@ -452,13 +442,7 @@ def order_by_typicality(
 
 
 def typicality(directions: Tensor) -> Tensor:
-    """1 / mean distance from the nearest others, (images,); copies of an image do not count.
-
-    An image with nothing but copies around it has 0.
-
-    Args:
-        directions: Unit features of a cluster, (images, dim).
-    """
+    """1 / mean distance from the nearest others, copies aside, (images,); 0 with copies only."""
     if len(directions) == 1:
         return directions.new_zeros(1)
     cosines = neighbours(directions, min(NEIGHBOURS, max(len(directions) // 2, 1))).similarity
@@ -471,13 +455,7 @@ def typicality(directions: Tensor) -> Tensor:
 def order_by_uncertainty(
     directions: Tensor, margins: Tensor, number: int, labelled: Tensor, *, seed: int
 ) -> Iterator[int]:
-    """Iterate over all images without a label, uncertain and different ones first.
-
-    Args:
-        directions: Unit features, (images, dim).
-        margins: Of each image, (images,) in [0, 1]; see `class_margins`.
-        number, labelled, seed: As for `order_by_typicality`.
-    """
+    """Iterate over images without a label, uncertain and different ones first."""
     rest = (~labelled).nonzero().squeeze(1)
     rest = rest[margins[rest].argsort(stable=True)]
     pool = rest[: PRESELECTED * number]
@@ -496,16 +474,8 @@ def order_by_uncertainty(
 
 
 def class_margins(probabilities: Tensor, thresholds: Sequence[float] | None = None) -> Tensor:
-    """How certain answers are: 0 between two classes, 1 at most.
-
-    Args:
-        probabilities: (images, classes), at least 2 of classes that exclude each other.
-        thresholds: Of each class, where an image may have several; the margin is then the distance
-            of the nearest probability from its threshold.
-
-    Returns:
-        (images,)
-    """
+    """How certain answers are, (images,): 0 between two classes, 1 at most; with thresholds, the
+    distance of the nearest probability from its threshold."""
     if thresholds is not None:
         limits = torch.tensor(thresholds, dtype=probabilities.dtype)
         return (probabilities - limits).abs().amin(dim=1)
@@ -514,11 +484,8 @@ def class_margins(probabilities: Tensor, thresholds: Sequence[float] | None = No
 
 
 def neighbour_shares(directions: Tensor, labelled: Tensor, targets: Tensor) -> Tensor:
-    """Share of each class among the nearest labelled images, (images, classes).
-
-    Args:
-        directions: Unit features, (images, dim).
-        targets: Their classes as 0 and 1, (labelled, classes).
+    """Share of each class among the nearest labelled images, (images, classes); `targets` are 0 and
+    1, (labelled, classes).
 
     Source: k-NN of Wu et al., section 3.4, arXiv:1805.01978.
     """

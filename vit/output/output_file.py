@@ -39,22 +39,14 @@ def check_outputs(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Check, before any work is done, the files that a command writes.
-
-    Args:
-        outputs: Path of each output by its flag; None is no output.
-    """
+    """Check, before any work is done, the files that a command writes, given by its flags."""
     for flag, path in outputs.items():
         check_output(path, overwrite=overwrite or flag in REPORTS)
     check_distinct(outputs, inputs)
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | None] = ()) -> None:
-    """Refuse outputs that are one file, or a file that is read.
-
-    Args:
-        outputs: Path of each output by its flag; one that is None or a device is not checked.
-    """
+    """Refuse outputs that are one file, or a file that is read; devices are not checked."""
     kept = {os.path.realpath(path) for path in inputs if path is not None and os.path.isfile(path)}
     flags: dict[str, str] = {}
     for flag, path in outputs.items():
@@ -69,11 +61,7 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Iterable[str | Non
 
 
 def check_folder(folder: str, *, overwrite: bool, content: str, overwriting: str = "") -> None:
-    """Refuse a folder that must not or cannot be written to.
-
-    Args:
-        overwrite: Whether it may have files.
-    """
+    """Refuse a folder that cannot be written to, or, unless `overwrite`, one that has files."""
     path, name = Path(folder), printable(folder)
     if path.exists() and not path.is_dir():
         raise VitError(f"{name} is a file; give a folder for the {content}")

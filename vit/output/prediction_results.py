@@ -55,12 +55,10 @@ class ImageOutput:
 
     Args:
         probabilities: (classes,) float64, empty without a head; None on an error.
-        error: Why there is no output, or None.
         captions: The best first; empty from a classifier.
         memory: The captioner's image tokens, (tokens, dim) on the device.
         pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
         embedding: Input of the head, (dim,) float32, if requested.
-        distance: From the training images, if requested.
     """
 
     image: str
@@ -137,15 +135,8 @@ def classes_per_row(
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of the output, which are known before the first prediction.
-
-    Args:
-        top_k: Classes of an image; 0 from a network without any.
-        n_best: Captions of an image; 0 from a network that writes none.
-        multilabel: Whether an image may have several classes, or none: how many differs.
-        digits: Decimal digits in CSV; None for all.
-        reject: Whether an answer may be `unknown`.
-    """
+    """Columns of the output, known before the first prediction; CSV has `digits` decimals, or
+    all."""
 
     top_k: int
     classes: Sequence[str]

@@ -42,11 +42,7 @@ PARTIAL, LOCK, DONE = ".partial", ".lock", ".done"
 
 @dataclass(frozen=True)
 class Block:
-    """Results of consecutive images.
-
-    Args:
-        vectors: Their embeddings, float32; empty without embeddings.
-    """
+    """Results of consecutive images, with their embeddings in float32, or without any."""
 
     first: int
     images: int
@@ -94,12 +90,7 @@ def read_settings(log: Path) -> dict[str, Any]:
 
 
 class BlockLog:
-    """The log of one process.
-
-    Attributes:
-        images: Images in the log.
-        totals: Totals of its last block.
-    """
+    """The log of one process; its `totals` are those of the last block."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self.path, self.images, end = path, 0, 0
@@ -162,11 +153,7 @@ def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
 
 class ResumableOutput:
-    """The files of one prediction.
-
-    Args:
-        embeddings: File of embeddings, or None.
-    """
+    """The files of one prediction."""
 
     def __init__(self, out: str, embeddings: str | None = None, *, processes: int = 1) -> None:
         self.out, self.processes = resolve_link(out), processes
@@ -264,12 +251,8 @@ class ResumableOutput:
         write: Callable[[BinaryIO, Iterable[bytes]], None] | None = None,
         record: tuple[Mapping[str, Any], Mapping[str, int]] | None = None,
     ) -> None:
-        """Write the final files from the logs; the file of rows is the last to get its name.
-
-        Args:
-            dim: Numbers of an embedding; 0 without embeddings.
-            record: Settings and totals, by which a later `begin` knows these files.
-        """
+        """Write the final files from the logs, the rows last, with the `record` by which a later
+        `begin` knows them; `dim` is 0 without embeddings."""
         logs = [self.log_path(rank) for rank in range(self.processes)]
         if self.embeddings is not None:
             write_embeddings(self.embeddings, merge_blocks(logs, images), images, dim)

@@ -197,11 +197,7 @@ def check_sorting(
     filled: bool,
     method: SortMethod = "copy",
 ) -> None:
-    """Refuse a folder below an input, or with the inputs; and images to which no link can lead.
-
-    Args:
-        filled: Whether it may have files.
-    """
+    """Refuse a folder below an input, or with the inputs; and images to which no link can lead."""
     here = os.path.realpath(folder)
     inside = None if method == "copy" else next(filter(is_inside, images), None)
     if inside is not None:

@@ -70,12 +70,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Application:
-    """Answers the requests of one server.
-
-    Attributes:
-        asgi: The application.
-        stopping: Whether the server only completes what it has accepted.
-    """
+    """Answers the requests of one server."""
 
     def __init__(
         self, registry: ModelRegistry, config: ServerConfig, metrics: ServerMetrics

@@ -71,12 +71,8 @@ class ServerFailed(ComputeFailed):
 class BatchScheduler:
     """Decodes images and computes batches of them, for all models.
 
-    Args:
-        compute_timeout: Seconds after which a call in a thread that computes never returns.
-
-    Attributes:
-        failure: Why the server must end, or "".
-        on_failure: Called when `failure` is set.
+    If a thread computes longer than `compute_timeout` seconds, its call counts as one that never
+    returns. `on_failure` is called when `failure` is set, the reason why the server must end.
     """
 
     def __init__(

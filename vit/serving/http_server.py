@@ -155,11 +155,7 @@ class SignalServer(uvicorn.Server):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that answers.
-
-    Args:
-        stop, reload: Do what SIGTERM and SIGHUP do; may be called in any thread.
-    """
+    """A server that answers; `stop` and `reload` do what SIGTERM and SIGHUP do, in any thread."""
 
     url: str
     application: Application

@@ -112,11 +112,8 @@ class InferenceRequest:
 def parse_request(
     body: bytes, header_length: str | None, model: ServedModel, config: ServerConfig
 ) -> InferenceRequest:
-    """Parse the body of POST /v2/models/NAME/infer.
-
-    Args:
-        header_length: Value of Inference-Header-Content-Length, or None.
-    """
+    """Parse the body of POST /v2/models/NAME/infer; `header_length` is
+    Inference-Header-Content-Length."""
     length = len(body)
     if header_length is not None:
         is_number = header_length.isdecimal() and len(header_length) < 12

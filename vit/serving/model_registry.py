@@ -23,16 +23,9 @@ POLL_SECONDS = 2.0
 
 
 class ModelRegistry:
-    """The models of a server.
+    """The models of a server by name, with threads that compute.
 
-    Args:
-        engine: Engine of all models, or None.
-
-    Attributes:
-        models: The models by name.
-        compute: Threads that compute, of all models.
-        compute_threads: Their number.
-        all_cores: A thread that computes with the cores of all of them; None for a single one.
+    `all_cores` is a thread that computes with the cores of all of them; None for a single one.
     """
 
     def __init__(

@@ -46,13 +46,11 @@ class ServedModel:
     """A network that is loaded and ready.
 
     Attributes:
-        engine: torch, onnx or openvino.
         compute_threads: Batches that are computed at the same time; a session of an exported
             network uses all cores for one.
         batch_sizes: Sizes of batches that give the same digits, in order (exact_batch_sizes).
         exact_on_all_cores: Whether the smallest one gives these digits on all cores, and sooner.
         seconds: Seconds of one batch of each of them.
-        sha256: Digest of its files, which tells versions apart.
     """
 
     def __init__(

@@ -190,11 +190,7 @@ class Classification(Task):
 
 
 def recall_after_increment(run: FinishedRun, outcomes: Outcomes) -> list[RecallRow]:
-    """Recall of old and new classes, where the training added classes to those of another run.
-
-    Returns:
-        The rows; none if no class was added, or if the other run is not there any more.
-    """
+    """Recall of old and new classes; none if no class was added, or the other run is gone."""
     weights, classes = run.config.finetune.weights, run.splits.classes
     if weights is None or not (run_folder_of(weights) / CONFIG_FILE).is_file():
         return []

@@ -86,16 +86,11 @@ class DINO(JointEmbeddingPretraining):
 
 
 def sinkhorn_knopp(run: TrainingRun, logits: Tensor) -> Tensor:
-    """Probabilities of prototypes, of which the images of all processes use each alike.
+    """Probabilities of prototypes, (views, images, prototypes), of which the images of all
+    processes use each alike.
 
-    Columns and rows of the softmax are divided by their sums, in turn.
-
-    Args:
-        run: The training; all its processes must make this call, also without images.
-        logits: (views, images, prototypes).
-
-    Returns:
-        The same shape; each row sums to 1.
+    Columns and rows of the softmax are divided by their sums, in turn. All processes must make this
+    call, also without images.
     """
     shares = logits.softmax(dim=-1)
     for _ in range(ITERATIONS):
@@ -106,12 +101,8 @@ def sinkhorn_knopp(run: TrainingRun, logits: Tensor) -> Tensor:
 
 
 def distillation_losses(targets: Tensor, views: Tensor) -> Tensor:
-    """Cross-entropy of each image's views with the answers to its other views, (images,).
-
-    Args:
-        views: Logits of the student before its temperature, (views, images, prototypes), global
-            views first.
-    """
+    """Cross-entropy of each image's views, (views, images, prototypes) logits with global views
+    first, with the answers to its other views, (images,)."""
     logs = (views / STUDENT_TEMPERATURE).log_softmax(dim=-1)
     pairs = -torch.einsum("v n k, w n k -> v w n", targets, logs)
     same = torch.eye(*pairs.shape[:2], dtype=torch.bool, device=pairs.device)

@@ -59,11 +59,7 @@ class Distillation:
         )
 
     def targets(self, indices: Tensor) -> Tensor:
-        """What the student learns of the teacher, (batch, classes) float32 on the CPU.
-
-        Args:
-            indices: The training images, (batch,).
-        """
+        """What the student learns of the teacher, (batch, classes) float32 on the CPU."""
         scores = self.answers[indices].float()
         if self.settings.distillation_type == "hard":
             return F.one_hot(scores.argmax(dim=1), scores.shape[1]).float()
@@ -71,15 +67,8 @@ class Distillation:
         return scores.sigmoid() if self.multilabel else scores.softmax(dim=1)
 
     def teacher_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum over the batch of the term with the teacher, before its weight alpha.
-
-        Args:
-            logits: Of the student, (batch, classes).
-            targets: Of `targets`, possibly mixed, (batch, classes).
-
-        Returns:
-            A scalar, in float32 or wider.
-        """
+        """Sum over the batch of the teacher's term, in float32 or wider, before its weight
+        alpha."""
         logits = at_least_float32(logits)
         targets = targets.to(logits)
         if self.settings.distillation_type == "hard":
@@ -109,11 +98,8 @@ def classifier_loss(
     label_loss: LabelLoss,
     distillation: Distillation | None,
 ) -> Tensor:
-    """Summed loss of one micro-batch of a classifier, (1,), with the forward pass.
-
-    Args:
-        targets: Share of each class by the labels, (batch, classes), on the device.
-    """
+    """Summed loss of one micro-batch of a classifier, (1,), with the forward pass; `targets` are
+    shares, (batch, classes), on the device."""
     if distillation is None:
         images, targets = mixed(run, batch, images, targets, epoch)
         return label_loss(forward(run, images), targets).view(1)

@@ -88,11 +88,7 @@ class ValidationLogits:
         training_counts: Mapping[str, int] | None = None,
         fast: bool = False,
     ) -> list[dict[str, Any]]:
-        """Rows of accuracy by slices, for the report.
-
-        Args:
-            classes: The class of each image; None of a multi-label network.
-        """
+        """Rows of accuracy by slices, for the report; a multi-label network has no `classes`."""
         if self.properties is None:
             return []
         if len(self.paths) <= MAX_HEADERS and not fast:
@@ -105,15 +101,7 @@ class ValidationLogits:
 
 @dataclass
 class FinishedRun:
-    """A training whose last epoch is over, with its best weights, on the main process.
-
-    Args:
-        open_loader: Batches of samples, prepared as a network needs them.
-        failed: Images that could not be read, with the reason.
-        environment: Lines of environment.jsonl.
-        distance_samples: Training images that the distance of other images is measured from.
-        robustness: `robustness` of `vit.evaluate` with corruptions, if the report shows it.
-    """
+    """A training whose last epoch is over, with its best weights, on the main process."""
 
     _: KW_ONLY
     config: Config

@@ -73,11 +73,8 @@ class LeJEPA(JointEmbeddingPretraining):
 
 
 def prediction_losses(views: Tensor, global_views: int) -> Tensor:
-    """Mean squared distance of each image's views from the mean of its global ones, (images,).
-
-    Args:
-        views: Embeddings, (views, images, dim), global views first.
-    """
+    """Mean squared distance of each image's views, (views, images, dim), from the mean of its
+    global ones, which come first, (images,)."""
     centre = views[:global_views].mean(dim=0)
     losses: Tensor = (views - centre).square().mean(dim=(0, 2))
     return losses
@@ -93,12 +90,8 @@ def random_directions(config: Config, step: int) -> Tensor:
 
 
 def sigreg(views: Tensor, directions: Tensor, *, total: Total = lambda mine: mine) -> Tensor:
-    """Mean Epps-Pulley statistic over views and directions, ().
-
-    Args:
-        views: Embeddings of this process's images, (views, images, dim).
-        directions: Unit vectors, (dim, projections).
-    """
+    """Mean Epps-Pulley statistic, (), over this process's views, (views, images, dim), and unit
+    directions, (dim, projections)."""
     # both halves of the integral are equal
     points = torch.linspace(0, RANGE, KNOTS // 2 + 1, device=views.device).to(views)
     gaussian = (-points.square() / 2).exp()

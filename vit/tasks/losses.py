@@ -33,29 +33,14 @@ from vit.text import plural, printable
 
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
-    """Sum over the batch, so that micro-batches of any size add up to the whole batch's loss.
-
-    Args:
-        logits: (batch, classes).
-        targets: Probability of each class, (batch, classes).
-
-    Returns:
-        A scalar, in float32 or wider.
-    """
+    """Sum over the batch, in float32 or wider, so that micro-batches of any size add up to its
+    loss."""
     logits = at_least_float32(logits)
     return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum")
 
 
 def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
-    """Sum over the batch of the mean over the classes, for multi-label targets.
-
-    Args:
-        logits: (batch, classes).
-        targets: Probability of each class, (batch, classes); they need not sum to 1.
-
-    Returns:
-        A scalar, in float32 or wider.
-    """
+    """Sum over the batch of the mean over the classes, of multi-label targets."""
     logits = at_least_float32(logits)
     spread = (1 - smoothing) * targets.to(logits) + smoothing / logits.shape[1]
     losses = F.binary_cross_entropy_with_logits(logits, spread, reduction="sum")
@@ -64,11 +49,7 @@ def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing:
 
 @dataclass(frozen=True)
 class ClassBalance:
-    """How a loss treats classes that are not equally frequent.
-
-    Args:
-        counts: Training images of each class, (classes,).
-    """
+    """How a loss treats classes that are not equally frequent in the training images."""
 
     kind: str
     counts: Tensor
@@ -121,13 +102,7 @@ class ClassBalance:
 def weighted_cross_entropy(
     logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float
 ) -> Tensor:
-    """Sum of cross-entropies, in which each class's share of a target has the class's weight.
-
-    Args:
-        logits: (batch, classes).
-        targets: Share of each class, (batch, classes).
-        weights: (classes,).
-    """
+    """Sum of cross-entropies in which the share of a class weighs by `weights`, (classes,)."""
     logits = at_least_float32(logits)
     shares = targets * weights.to(targets, non_blocking=targets.is_cuda)
     whole = shares.sum(dim=1)
@@ -140,14 +115,9 @@ def weighted_cross_entropy(
 def logit_adjusted_cross_entropy(
     logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float
 ) -> Tensor:
-    """Sum of cross-entropies of logits + log prior.
+    """Sum of cross-entropies of logits + log prior, (classes,), all above 0.
 
     Smoothing spreads by the prior: spread evenly, it would teach that rare classes are anywhere.
-
-    Args:
-        logits: (batch, classes).
-        targets: Share of each class, (batch, classes).
-        prior: Share of each class among the training images, (classes,), above 0.
     """
     logits = at_least_float32(logits)
     on_device = prior.to(targets, non_blocking=targets.is_cuda)

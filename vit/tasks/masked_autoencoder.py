@@ -178,10 +178,10 @@ class MaskedAutoencoding(Pretraining):
 def shown_images(
     config: Config, loaded: LoadedRun, images: Tensor, found: Reconstruction
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, what the encoder sees of them, and with predicted patches where it sees nothing.
+    """Images, what the encoder sees of them, and with predicted patches where it sees nothing; each
+    (batch, 3, height, width) in [0, 1].
 
-    Each (batch, 3, height, width) in [0, 1]. Normalised predictions get the mean and variance of
-    the true patch, as in the paper's figures.
+    Normalised predictions get the mean and variance of the true patch, as in the paper's figures.
     """
     size = config.model.patch_size
     mean, std = loaded.preprocessing.constants(images.device, images.dtype)

@@ -141,18 +141,11 @@ class Pretraining(Task):
         """Loss of each validation image, (images,), and other rows that `combined_loss` reads.
 
         Runs the forward pass, so all processes must make this call, also with an empty batch.
-
-        Args:
-            images: Its images; only the compared ones unless `measures_all`.
         """
 
     def combined_loss(self, run: TrainingRun, losses: Tensor, *rows: Tensor) -> float:
-        """The validation loss, from `validation_loss` of the images that are compared.
-
-        Args:
-            losses: Of all validation images, the mean, (); no number unless `measures_all`.
-            rows: Other rows of the compared images, (images, ...).
-        """
+        """The validation loss, from the `rows` of the compared images, (images, ...); `losses`, the
+        mean over all, is no number unless `measures_all`."""
         return float(losses)
 
     def tally(self, samples: Sequence[Sample]) -> "FeatureTally":
@@ -380,11 +373,7 @@ def view_layout(config: Config, side: int) -> ViewLayout:
 def embed_views(
     run: TrainingRun, images: Tensor, split: Callable[[Tensor], Sequence[Tensor]]
 ) -> Tensor:
-    """Embeddings of the views of `images`, (views, images, dim), in float32 or wider.
-
-    Args:
-        images: Of the tensors of the loader, (images, channels, height, width); may be none.
-    """
+    """Embeddings of the views of `images` (maybe none), (views, images, dim), float32 or wider."""
     shown = blank_if_empty(images)
     with frozen_statistics(run, empty=not len(images)):
         embeddings: list[Tensor] = run.model(tuple(split(shown)))

@@ -81,15 +81,8 @@ class SimCLR(JointEmbeddingPretraining):
 
 
 def gather_views(run: TrainingRun, views: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Embeddings of the images of all processes, each at its place in the batch.
-
-    Args:
-        views: Embeddings of this process's images, (views, images, dim).
-        places: Their places in the batch, (images,).
-
-    Returns:
-        Embeddings, (views, batch, dim), and at which places there is an image, (batch,).
-    """
+    """Embeddings of the images of all processes at their places in the batch, (views, batch, dim),
+    and which places have an image, (batch,)."""
     rows = torch.cat([views.transpose(0, 1).flatten(1), views.new_ones(len(places), 1)], dim=1)
     placed = rows.new_zeros(run.config.data.batch_size, rows.shape[1]).index_copy(0, places, rows)
     everyone = run.sum_over_processes(placed.flatten()).view_as(placed)
@@ -112,7 +105,6 @@ def contrastive_losses(
         views: Embeddings of unit length, (views, images, dim), global views first.
         keys: Those of the images to tell apart, (views, batch, dim), among them these.
         places: Where these images are in `keys`, (images,).
-        present: Which of `keys` count, (batch,); all if omitted.
     """
     own = places[:, None] == torch.arange(keys.shape[1], device=places.device)
     pairs = []

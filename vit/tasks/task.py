@@ -89,10 +89,9 @@ class Evaluation(ABC):
     """Accumulates the metrics of `vit evaluate`.
 
     Attributes:
-        right: Whether the answer for each image that was added is right, None without a
+        right: Whether the answer for each image that was added is right, None without an
             answer or no label; None of a task whose answers are not right or wrong.
-        groups: Names of the groups of `samples`, such as patients, whose images are alike; None of
-            independent images.
+        groups: Names of the groups of `samples`, such as patients; None of independent images.
         brief: Whether the only interval that is needed is that of the score that ranks epochs.
     """
 
@@ -124,12 +123,8 @@ class Evaluation(ABC):
 
 
 class Tally(Protocol):
-    """Accumulates validation metrics on one process.
-
-    Args:
-        sums: Sums over batches, to be summed over processes, float64; the last entry is the number
-            of images.
-    """
+    """Accumulates validation metrics on one process, as float64 sums over batches; the last is the
+    number of images."""
 
     @property
     def sums(self) -> Tensor: ...
@@ -292,13 +287,7 @@ class Task(ABC):
         """Start an evaluation of a Predictor, which has classes and what else the task needs."""
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float | None:
-        """Share in [0, 1] by which an exported file is compared with its run, higher is better.
-
-        None if it is undefined for these images.
-
-        Args:
-            outputs: Of `activation`, (images, outputs).
-        """
+        """Share in [0, 1] by which an export is compared with its run; None if it is undefined."""
         raise ConfigError(
             "validation: files of this task are compared with their run on noise only; leave it out"
         )
@@ -366,12 +355,7 @@ def one_class_needed(config: Config, remedy: str) -> ConfigError:
 def mixed(
     run: TrainingRun, batch: Batch, images: Tensor, targets: Tensor, epoch: int
 ) -> tuple[Tensor, Tensor]:
-    """Apply the MixUp and CutMix of the current step to normalised `images` and `targets`.
-
-    Args:
-        images: Its images, (batch, channels, height, width).
-        targets: Class distributions, (batch, classes).
-    """
+    """Apply the current step's MixUp and CutMix to normalised `images` and to class shares."""
     plan = sample_mix_plan(
         run.config.augment,
         seed=run.config.training.seed,

@@ -60,11 +60,7 @@ def note_many_tokens(config: Config, accelerator: Accelerator, notify: Notify) -
 def fit_memory(
     config: Config, accelerator: Accelerator, notify: Notify, splits: Splits | None = None
 ) -> Config:
-    """Set `accumulate` to a number; it is measured if it is None.
-
-    Args:
-        config: Settings; `batch_size` is at most the number of training images.
-    """
+    """Set `accumulate` to a number; it is measured if it is None."""
     data, device = config.data, accelerator.device
     if data.accumulate is not None:
         return config
@@ -107,11 +103,8 @@ def fit_memory(
 
 
 def micro_batch_sizes(share: int, *, pairs: bool) -> list[int]:
-    """Micro-batch sizes that divide the images of a device, the largest first.
-
-    Args:
-        pairs: Whether sizes must be even, since neighbouring images are mixed.
-    """
+    """Micro-batch sizes that divide the images of a device, the largest first; even with
+    `pairs`."""
     sizes = [share // parts for parts in range(1, share + 1) if share % parts == 0]
     return [size for size in sizes if size == share or not (pairs and size % 2)]
 

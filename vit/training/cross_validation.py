@@ -74,9 +74,7 @@ def train_folds(
 ) -> dict[str, Any]:
     """Train once for each fold, which validates; run folders are OUT/fold-1, OUT/fold-2 and so on.
 
-    Returns:
-        The content of folds.json, scores of each fold with their mean and interval; and `failed`,
-        unreadable images with the reason.
+    Returns the content of folds.json, and `failed`, unreadable images with the reason.
     """
     refuse_time(config)
     data = config.get("data")

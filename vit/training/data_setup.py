@@ -55,11 +55,8 @@ def prepare_data(
     listing: Listing | None = None,
     source: Pretrained | None = None,
 ) -> tuple[Config, Splits, dict[str, str]]:
-    """Open the data, and complete the settings that they decide.
-
-    Returns:
-        Settings, the images, and the unreadable images with the reason.
-    """
+    """Open the data, and complete the settings that they decide; returns settings, images and the
+    unreadable images with the reason."""
     try:
         splits = open_data(config, listing)
     except DataError as failure:

@@ -17,11 +17,7 @@ from vit.training.sync_batch_norm import running_stats
 
 
 class ExponentialMovingAverage:
-    """Averages the trainable parameters of `model`, and BatchNorm's running statistics.
-
-    Args:
-        decay: Weight of the old average in an update, in (0, 1).
-    """
+    """Averages the trainable parameters of `model`, and BatchNorm's running statistics."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -58,11 +54,7 @@ class ExponentialMovingAverage:
 
 @contextmanager
 def swapped_weights(model: nn.Module, others: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Inside, `model` has the weights `others`, and `others` those of `model`.
-
-    Args:
-        others: Weights by name, with the same shapes and sharding; None changes nothing.
-    """
+    """Inside, `model` has the weights `others`, and `others` those of `model`; nothing if None."""
     _swap(model, others or {})
     try:
         yield

@@ -59,12 +59,7 @@ def finished_run(
     workers: int | None,
     **known: Any,
 ) -> FinishedRun:
-    """The best weights of a run, with what its task needs.
-
-    Args:
-        workers: Loader processes.
-        known: The other fields of FinishedRun.
-    """
+    """The best weights of a run, with what its task needs."""
     device, processes = accelerator.device, int(accelerator.num_processes)
 
     def open_loader(samples: Sequence[Sample], preprocessing: Preprocessing) -> EvaluationLoader:
@@ -93,11 +88,7 @@ def finished_run(
 
 
 def finish_run(run: TrainingContext, folder: Path, splits: Splits, *, epoch: int) -> None:
-    """Let the task complete the run folder, and write report.html, or log why it cannot be.
-
-    Args:
-        epoch: The best epoch, from 1.
-    """
+    """Let the task complete the run folder, and write report.html, or log why it cannot be."""
     best = finished_run(
         run.config,
         splits,

@@ -88,14 +88,12 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
 
 
 def choose_workers(run: TrainingContext, samples: Sequence[Sample]) -> int | None:
-    """Choose the number of loader processes per device by timing some images.
+    """Choose the number of loader processes per device by timing some images; None if it is given
+    or for a linear probe.
 
     0 on a CPU where loading is negligible beside the network. Else one per core of this process,
     and more if they wait for the disk, but no more than load images twice as fast as a CPU trains
     on them. Validation does not use the cache, so files are timed.
-
-    Returns:
-        The number; None if the setting `workers` is given, or for a linear probe.
     """
     if run.config.data.workers is not None or run.config.finetune.method == "probe":
         return None

@@ -27,11 +27,7 @@ COOLDOWN = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSchedule:
-    """Linear warm-up, then a cosine from `peak` to `least`.
-
-    Args:
-        warmup_steps: Optimiser steps of warm-up; 0 for none.
-    """
+    """Linear warm-up, then a cosine from `peak` to `least`; the warm-up is in optimiser steps."""
 
     peak: float
     least: float

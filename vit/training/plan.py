@@ -214,15 +214,11 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
 def with_chosen_weights(
     config: Config, accelerator: Accelerator, begun: Path | None = None
 ) -> tuple[Config, Listing | None]:
-    """`config` with what the plan chooses: weights for `--weights auto`, and how they are trained.
+    """`config` with what the plan chooses: weights for `--weights auto`, and how they are trained;
+    also the data as listed for the plan.
 
-    A run that is resumed has those that were chosen when it began.
-
-    Args:
-        config: Settings; returned as they are unless they name `auto` or a run of `vit pretrain`.
-
-    Returns:
-        The settings, and the data as listed for the plan.
+    A run that is resumed has those that were chosen when it began. Settings return as they are
+    unless they name `auto` or a run of `vit pretrain`.
     """
     needed = {"data": config.data.data, "weights": config.finetune.weights}
     chosen = Settings(**{"config": needed, **Settings.of(config).layers})

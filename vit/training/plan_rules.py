@@ -239,11 +239,7 @@ class Plan:
 
 
 def make_plan(facts: Facts, chosen: Mapping[str, Any], network: Mapping[str, Choice] = {}) -> Plan:
-    """Settings for `facts` beside those that are `chosen`.
-
-    Args:
-        network: Those of a pretrained network, which stay.
-    """
+    """Settings for `facts` beside those `chosen`, and those of a pretrained network, which stay."""
     plan = Plan(facts, chosen, {name: network[name] for name in network if name not in chosen})
     seconds = decide_time(plan)
     decide_network(plan, seconds)

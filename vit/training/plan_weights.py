@@ -186,12 +186,10 @@ def choose_weights(
     on_hub: Callable[[], Mapping[ListedWeights, str]],
     one_class: bool = True,
 ) -> WeightsChoice:
-    """The weights for `facts`, and how they are trained.
+    """The weights for `facts`, and how they are trained, beside the settings `chosen` by a person.
 
-    Args:
-        chosen: Settings of a person; the method and the image size may be among them.
-        on_disk: Weights with their source, as --weights takes it.
-        on_hub: Returns all that could be downloaded; called only where none on the disk fits.
+    `on_disk` has weights with their source, as --weights takes it; `on_hub` gives those that could
+    be downloaded, and is called only where none on the disk fits.
     """
     rules = Rules(facts, chosen, one_class=one_class)
     best = rules.choose({weights: f"timm/{weights.name}" for weights in FOR_STEPS})
@@ -451,11 +449,7 @@ def decide_length(plan: Plan) -> None:
 
 
 def limit_epochs(plan: Plan) -> bool:
-    """Decide epochs where more of them would gain nothing, or each fold has its own.
-
-    Returns:
-        Whether it did.
-    """
+    """Decide epochs where more gain nothing, or each fold has its own; returns whether it did."""
     if not {"epochs", "steps"}.isdisjoint(plan.values):
         return False
     all_folds = has_all_folds(plan)

@@ -188,11 +188,8 @@ def notify_on_main(line: str) -> None:
 
 
 def resolve_plan(settings: Config | Settings) -> tuple[Config, Listing | None]:
-    """Make a Config of settings; the plan decides those that are missing, where it applies.
-
-    Returns:
-        The Config, and the data as listed for the plan, if any.
-    """
+    """Make a Config of settings; the plan decides those that are missing, where it applies, and the
+    data as listed for the plan are returned too."""
     if isinstance(settings, Config):
         return with_origins(settings), None
     if settings.complete or not is_planned(settings):

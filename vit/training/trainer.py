@@ -107,11 +107,7 @@ class Trainer:
         return total_steps(self.run.config, self.steps)
 
     def begin(self, resuming: bool, probed: ProbeFit | None = None) -> None:
-        """Restore the newest checkpoint, if any, and log what will be trained.
-
-        Args:
-            resuming: Whether the folder may hold a checkpoint.
-        """
+        """Restore the newest checkpoint, if any, and log what will be trained."""
         run, notify, state = self.run, self.logger.notify, None
         if resuming:
             state = load_checkpoint(self.folder / CHECKPOINTS, run, notify)

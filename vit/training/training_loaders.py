@@ -40,12 +40,7 @@ def make_schedule(
     processes: int = 1,
     samples: Sequence[Sample] | None = None,
 ) -> MicroBatchSampler:
-    """The schedule of `count` samples over steps.
-
-    Args:
-        rank: Number of this process, from 0.
-        samples: The samples; needed only to draw from the schedule.
-    """
+    """The schedule of `count` samples over steps; `samples` are needed only to draw from it."""
     draws = samples is not None and config.training.balance == "sampler"
     balanced = torch.tensor([sample.label for sample in samples or ()]) if draws else None
     return MicroBatchSampler(

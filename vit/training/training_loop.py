@@ -42,13 +42,8 @@ def train_one_epoch(
     due: Callable[[], bool],
     after_step: Callable[[Step], None],
 ) -> None:
-    """Make optimiser steps from `batches` until `run.step` is `end`.
-
-    Args:
-        run: Updated in place.
-        epoch: Which epoch this is, from 0.
-        end: Called before every step, which may change it.
-    """
+    """Make optimiser steps from `batches` until `run.step` is `end()`, which is called before every
+    step."""
     run.model.train()
     while run.step < end():
         started = time.perf_counter()
@@ -107,10 +102,8 @@ def step_over_processes(
 ) -> tuple[Step, int]:
     """Results of a step, and how many images could not be read, over all processes.
 
-    One message, and the only point at which a step waits for the GPU.
-
-    Args:
-        losses: Summed loss, balance loss and router z-loss of this process, (3,), on the device.
+    One message, and the only point at which a step waits for the GPU. `losses` are the summed loss,
+    balance loss and router z-loss of this process, (3,), on the device.
     """
     totals = torch.cat([losses, grad_norm.to(losses).view(1)])
     loss, balance, z_loss, norm, *found = all_reduce(accelerator, totals, counts)
@@ -172,18 +165,11 @@ def forward_losses(
     micro_batch: int,
     reduce_routers: bool = True,
 ) -> Tensor:
-    """Forward pass: the summed loss of one micro-batch, and the routers' losses if any.
+    """Forward pass: the summed loss of one micro-batch, (1,), or (3,) with routers' balance and z
+    losses.
 
-    The random state depends only on the seed, the step, the micro-batch and the rank.
-
-    Args:
-        batch: A micro-batch, on the CPU; its images may be on the device.
-        epoch: The epoch, from 0.
-        reduce_routers: Whether routers' statistics are summed over processes, which then must
-            all make this call.
-
-    Returns:
-        Losses, (1,), or with routers' balance and z losses, (3,).
+    The random state depends only on the seed, the step, the micro-batch and the rank. With
+    `reduce_routers` all processes must make this call.
     """
     config, rank = run.config, run.accelerator.process_index
     device = run.accelerator.device

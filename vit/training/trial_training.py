@@ -32,13 +32,11 @@ def dry_run(
     act: Callable[[TrainingContext], T],
     splits: Splits | None = None,
 ) -> T:
-    """Call `act` with a training of `config`, then discard the training.
+    """Call `act` with a training of `config`, then discard the training, which its result must not
+    refer to.
 
     Random state, loss scale and the state of accelerate are restored. After an error, memory is
     free once the exception is released and `accelerator.free_memory` was called.
-
-    Returns:
-        The result of `act`, which must not refer to the training.
     """
     scaler = accelerator.scaler
     scale = None if scaler is None else scaler.state_dict()
@@ -58,16 +56,12 @@ def dry_run(
 def largest_that_fits(
     sizes: Sequence[int], trial: Callable[[int], float], accelerator: Accelerator
 ) -> tuple[int, float] | None:
-    """The first of `sizes` that fits on every process.
+    """The first of `sizes` that fits on every process, with the largest of the processes' numbers;
+    None if none fits.
 
-    Args:
-        sizes: Sizes to try, in this order.
-        trial: Returns a number for a size, such as the memory that it needs, or raises
-            torch.OutOfMemoryError. It must not wait for other processes, which may have run out of
-            memory earlier.
-
-    Returns:
-        The size and the largest of the processes' numbers; None if none fits.
+    `trial` returns a number for a size, such as the memory that it needs, or raises
+    torch.OutOfMemoryError. It must not wait for other processes, which may have run out of memory
+    earlier.
     """
     for size in sizes:
         needed = math.inf

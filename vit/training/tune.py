@@ -70,13 +70,7 @@ VALUES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """The result of a search.
-
-    Args:
-        best: Number of the best trial; 0 is the plan.
-        changes: The settings in which it differs from the plan.
-        settings: All settings of the best trial that were chosen.
-    """
+    """The result of a search; `best` is the number of the best trial, 0 that of the plan."""
 
     folder: Path
     best: int

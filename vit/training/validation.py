@@ -41,14 +41,7 @@ def validate(
     expected: int,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Validation | None:
-    """Evaluate the network on every validation image exactly once, over all processes.
-
-    Args:
-        loader: This process's share of the images.
-
-    Returns:
-        None if any process received a signal.
-    """
+    """Evaluate each validation image exactly once, over all processes; None after a signal."""
     run.model.eval()
     device, batches = run.accelerator.device, iter(loader)
     tally = run.task.tally(loader.samples)

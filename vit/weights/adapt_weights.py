@@ -52,13 +52,8 @@ SETTINGS_WITHOUT_TENSORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationReport:
-    """What `adapt_weights` did.
-
-    Args:
-        reused: Number of unchanged tensors.
-        head: Classes whose head rows were kept; empty if none.
-        upcycled: MLPs that became experts; empty if none.
-    """
+    """What `adapt_weights` did; `head` has the classes whose rows were kept, and `upcycled` the
+    MLPs that became experts."""
 
     reused: int
     resized: tuple[str, ...]
@@ -79,19 +74,17 @@ class AdaptationReport:
 def adapt_weights(
     pretrained: Pretrained, config: ModelConfig, *, classes: Sequence[str] | None = None
 ) -> tuple[State, AdaptationReport]:
-    """Convert the tensors of `pretrained` to the network of `config`.
+    """Convert the tensors of `pretrained` to the network of `config`; unchanged ones share memory.
+
+    `config` may differ in image size, patch size, channels, number of classes, settings without
+    weights (dropout, token merging, expert capacity), and may have experts where the source has
+    MLPs.
 
     Args:
-        config: Target network. It may differ in image size, patch size, channels, number of
-            classes, settings without weights (dropout, token merging, expert capacity), and may
-            have experts where the source has MLPs.
         classes: Class names of the target, by output. If the source has names too, head rows are
             kept by name, and new classes start from the mean of all its rows, or from zeros if
             none is kept. If None, the head is kept when it has the same number of classes, and
             starts from zeros otherwise.
-
-    Returns:
-        The tensors (unchanged ones share memory with the source), and a report.
     """
     _check_compatible(pretrained, config)
     shapes = {name: tensor.to("meta") for name, tensor in pretrained.state.items()}
@@ -158,13 +151,10 @@ def fit_preprocessing(pretrained: Pretrained) -> Pretrained:
 def change_patches(
     run: LoadedRun, *, merge_tokens: int | None = None, patch_size: int | None = None
 ) -> LoadedRun:
-    """`run` with the same weights at another patch size or with token merging.
+    """`run` with the same weights at another patch size (in pixels) or with token merging.
 
     If nothing changes, `run` itself is returned. A decoder is kept unchanged. Of a calibration the
     scaling of the logits is kept; threshold, sets and distance are proven for the network before.
-
-    Args:
-        patch_size: Side of a patch in pixels; the projection and the positions are resized.
     """
     requested = {"merge_tokens": merge_tokens, "patch_size": patch_size}
     kinds, config = all_settings(), run.config
@@ -258,17 +248,11 @@ def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConf
 
 
 def change_channels(matrix: Tensor, *, old: int, new: int) -> Tensor:
-    """Convert a patch projection from `old` to `new` input channels.
+    """Convert a patch projection, (dim, old * pixels), from `old` to `new` input channels.
 
-    For one new channel the old kernels are summed: a grey image gets the tokens it would have as
-    an RGB image of three equal channels. Otherwise the old kernels are repeated in order and
-    scaled by old / new, so that activations keep their scale.
-
-    Args:
-        matrix: (dim, old * pixels).
-
-    Returns:
-        (dim, new * pixels), in the same dtype.
+    For one new channel the old kernels are summed: a grey image gets the tokens it would have as an
+    RGB image of three equal channels. Otherwise the old kernels are repeated in order and scaled by
+    old / new, so that activations keep their scale.
     """
     kernels = rearrange(
         matrix.double(), "dim (channels pixels) -> dim channels pixels", channels=old
@@ -308,11 +292,8 @@ def _adapt_positions(state: State, pretrained: Pretrained, config: ModelConfig) 
 def resize_offsets_geometric(
     table: Tensor, old: tuple[int, int], new: tuple[int, int], *, num_prefix_rows: int
 ) -> Tensor:
-    """Resize a relative position bias table as BEiT does: near offsets are hardly changed.
-
-    Returns:
-        (offsets of the new grid + num_prefix_rows, heads), in the same dtype.
-    """
+    """Resize a relative position bias table as BEiT does, (offsets of the new grid +
+    num_prefix_rows, heads); near offsets are hardly changed."""
     count = len(table) - num_prefix_rows
     across = 2 * old[1] - 1
     plane = rearrange(table[:count].double(), "(rows cols) heads -> heads rows cols", cols=across)

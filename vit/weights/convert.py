@@ -108,15 +108,8 @@ def convert(
     merge_tokens: int | None = None,
     check: Callable[[Pretrained, Path], object] = lambda _pretrained, _folder: None,
 ) -> tuple[Pretrained, list[str]]:
-    """Write the folder `out`: settings, weights, preprocessing, class names and a model card.
-
-    Args:
-        out: Output folder, which must not exist.
-        merge_tokens: Patches merged in each block; None: as in `source`.
-
-    Returns:
-        The converted weights, and lines for the user.
-    """
+    """Write the folder `out`, with a model card; returns the converted weights, and lines for the
+    user."""
     place = Path(out).absolute()
     check_replaceable(place, source, overwrite=overwrite)
     found = fit_preprocessing(open_pretrained(source))

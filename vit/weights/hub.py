@@ -22,11 +22,7 @@ NAME_PATTERN = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the hub.
-
-    Args:
-        revision: A branch, tag or commit; None for its main branch.
-    """
+    """A repository of the hub; `revision` is a branch, tag or commit, None for its main branch."""
 
     name: str
     revision: str | None = None
@@ -76,11 +72,8 @@ def cached_snapshot(repository: Repository) -> Path | None:
 
 
 def offline_reason(*, offline: bool | None) -> str | None:
-    """Reason why the hub must not be used; None if it may be.
-
-    Args:
-        offline: Whether to avoid the network; None follows HF_HUB_OFFLINE.
-    """
+    """Reason why the hub must not be used, by `offline` or else by HF_HUB_OFFLINE; None if it may
+    be."""
     from huggingface_hub import constants
 
     if offline is None:
@@ -103,12 +96,9 @@ def unreachable_reason() -> str | None:
 
 
 def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
-    """Download files of `repository` into the cache, except those already there.
+    """Snapshot folder of files of `repository` in the cache, downloaded unless already there.
 
     The number of files and their size are printed to standard error first.
-
-    Returns:
-        Snapshot folder with the files.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -135,11 +125,7 @@ def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[
 
 
 def download_message(repository: Repository, sizes: Sequence[int | None]) -> str:
-    """Line printed before a download: source, number of files, size, destination.
-
-    Args:
-        sizes: Size of each file in bytes; None if the hub does not give it.
-    """
+    """Line printed before a download: source, number of files, size, destination."""
     known = sum(size or 0 for size in sizes)
     size = format_megabytes(known) if known else "of a size that the hub does not say"
     files = plural(len(sizes), "file")
@@ -181,11 +167,8 @@ def check_repository_name(name: str) -> None:
 
 
 def push_to_hub(folder: Path, name: str, *, private: bool = False) -> str:
-    """Upload the files of `folder` to the repository `name`, which is created if missing.
-
-    Returns:
-        URL of the repository.
-    """
+    """Upload the files of `folder` to the repository `name`, created if missing; returns its
+    URL."""
     from huggingface_hub import HfApi, errors
 
     reason = offline_reason(offline=None) or unreachable_reason()

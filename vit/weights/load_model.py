@@ -258,11 +258,8 @@ def build_from_state(
 def load_model(
     source: Source, *, notify: Notify | None = print_to_stderr, headless: bool = False
 ) -> LoadedRun:
-    """Load a network for prediction, with its class names and preprocessing.
-
-    Args:
-        notify: Called with each line about the weights and assumptions; None for silence.
-    """
+    """Load a network for prediction, with its class names and preprocessing; lines about the
+    weights go to `notify`."""
     found = locate_weights(source)
     if found.kind == "run":
         run = load_run(found.folder)

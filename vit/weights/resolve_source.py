@@ -84,11 +84,7 @@ class WeightsLocation:
 def locate_weights(
     source: str | os.PathLike[str], *, offline: bool | None = None
 ) -> WeightsLocation:
-    """Locate the weights `source`, and download them if they are not on this disk.
-
-    Args:
-        offline: Whether to avoid the network; None follows HF_HUB_OFFLINE.
-    """
+    """Locate the weights `source`, and download them if they are not on this disk."""
     text = path_argument("weights", source, "a run folder, timm/NAME, hf/OWNER/NAME or a file")
     if not text.strip():
         raise WeightsError("the weights have no name; give a file, a folder or timm/NAME")

@@ -61,11 +61,7 @@ class LoadedRun:
 
     Args:
         model: Network in evaluation mode, on the CPU, float32.
-        thresholds: Minimum sigmoid probability per class of a multi-label classifier; None for a
-            single-label one.
-        calibration: Calibration of its scores; None for raw ones. `thresholds` are of calibrated
-            probabilities.
-        license: License of the weights; None if unknown.
+        thresholds: Minimum calibrated sigmoid probability per class; None for a single-label one.
     """
 
     model: VisionTransformer
@@ -222,11 +218,8 @@ def read_model_config(folder: str | os.PathLike[str]) -> ModelConfig:
 def read_pretraining_run(
     source: str | os.PathLike[str],
 ) -> tuple[ModelConfig, Preprocessing] | None:
-    """Read the ModelConfig and the preprocessing of a run of `vit pretrain`, without its weights.
-
-    Returns:
-        Both; None for weights of any other kind.
-    """
+    """Read the ModelConfig and the preprocessing of a run of `vit pretrain`, without its weights;
+    None for weights of any other kind."""
     folder = run_folder_of(source)
     if not (folder / CONFIG_FILE).is_file():
         return None
@@ -343,11 +336,8 @@ def update_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> No
     """Change what was measured after the training in our section of config.json.
 
     The run is valid at any time, with the old or the new values, because the weight file stores the
-    digests of both versions of config.json, and that of the version that training writes again
-    when it is resumed.
-
-    Args:
-        changes: Thresholds or a calibration, as JSON values; None removes one.
+    digests of both versions of config.json, and that of the version that training writes again when
+    it is resumed. A change to None removes a value.
     """
     where = Path(folder)
     raw = read_config(where)
@@ -398,11 +388,7 @@ def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
 
 
 def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
-    """Read the tokenizer of a run.
-
-    Args:
-        digest: Expected SHA-256 of the file.
-    """
+    """Read the tokenizer of a run; `digest` is the expected SHA-256 of the file."""
     path = folder / TOKENIZER_FILE
     raw = read_bytes(path)
     if digest is not None and digest != sha256(raw):

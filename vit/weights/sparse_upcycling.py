@@ -48,10 +48,8 @@ def check_feedforward(source: Pretrained, feedforward: str) -> None:
 def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tuple[str, ...], str]:
     """Replace MLPs by copied experts in `state`, where `config` has them and `source` has not.
 
-    Routers are initialised from torch's global generator, block by block.
-
-    Returns:
-        The initialised parts, and a line about the blocks; both empty if no block was changed.
+    Routers are initialised from torch's global generator, block by block. Returns the initialised
+    parts and a line about the blocks; both empty if no block was changed.
     """
     if not is_upcycled(source.config, config):
         return (), ""

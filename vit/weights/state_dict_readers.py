@@ -95,13 +95,10 @@ INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 
 @dataclass(frozen=True)
 class StateFile:
-    """Content of a weight file.
+    """Content of a weight file; `key` is the checkpoint entry, `arch` the network, if known.
 
     Args:
         tensors: Floating point tensors by name: float32, finite, contiguous, on the CPU.
-        integers: Integer and boolean tensors by name, unchanged.
-        key: Checkpoint entry they were read from; None for a plain state dict.
-        arch: Name of the network in a training checkpoint, as of timm; None if missing.
     """
 
     tensors: dict[str, Tensor]
@@ -269,11 +266,7 @@ def shard_map(index: Path) -> dict[str, str]:
 
 
 def read_checkpoint(path: Path, *, zipped: bool) -> Any:
-    """Load a file of torch.save to the CPU.
-
-    Args:
-        zipped: Whether it is a zip archive, as torch writes since 1.6.
-    """
+    """Load a file of torch.save to the CPU; `zipped` is the format since torch 1.6."""
     with _explain_damage(path):
         if zipped:
             with zipfile.ZipFile(path) as archive:

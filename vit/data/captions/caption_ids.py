@@ -18,13 +18,7 @@ class CaptionIds:
     """Ids of the captions of all samples, in flat arrays that forked processes share.
 
     Captions that are too long are omitted, not truncated: a truncated one would teach the network
-    to stop anywhere.
-
-    Attributes:
-        too_long: Number of omitted captions.
-        longest: Length of the longest caption, in tokens with begin and end; 0 without captions.
-        longest_kept: The same of the captions that are kept.
-        mean_tokens: Mean number of target tokens (with the end) of the captions kept; 0 without.
+    to stop anywhere. Lengths are in tokens with begin and end; `mean_tokens` counts no begin.
     """
 
     def __init__(

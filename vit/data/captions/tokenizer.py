@@ -76,12 +76,7 @@ class Tokenizer:
     returns exactly the tokens of a text, always the same ones. It starts no threads, so loader
     processes may be forked afterwards.
 
-    Args:
-        library: The tokenizer to wrap; it is changed.
-
     Attributes:
-        pad: Id of padding; differs from `begin` and `end`.
-        begin: Id of the token before a caption.
         end: Id of the token after a caption; equals `begin` only in a vocabulary whose one token
             `<|endoftext|>` is for both.
         size: Rows of an embedding table: the largest id plus one.
@@ -279,13 +274,9 @@ def train_tokenizer(captions: Iterable[str], *, vocab_size: int | None = None) -
 
     Without `vocab_size`, every word (or number, or run of punctuation) that occurs at least twice
     becomes one token, and none that occurs once: its embedding would be learned from one caption.
-    In scripts without spaces a word is what `GROUPS` splits: a Han character, a run of kana.
-    There are at most 8,192 tokens for up to eight million words (COCO has six), then as many more
-    as the square root of their number grows (Heaps' law), and never more than 32,768.
-
-    Args:
-        captions: Those of the training images only.
-        vocab_size: Maximum number of tokens, with special ones; None for the rule above.
+    In scripts without spaces a word is what `GROUPS` splits: a Han character, a run of kana. There
+    are at most 8,192 tokens for up to eight million words (COCO has six), then as many more as the
+    square root of their number grows (Heaps' law), and never more than 32,768.
     """
     texts = list(captions)
     for text in texts:

@@ -32,12 +32,7 @@ class ListedImage:
 
 @dataclass
 class DatasetListing:
-    """The images of a dataset, before any of them is opened.
-
-    Args:
-        splits: Names, in the order found.
-        classes: Names, sorted.
-    """
+    """The images of a dataset, before any of them is opened; `splits` are in the order found."""
 
     root: Path
     splits: list[str] = field(default_factory=list)

@@ -163,12 +163,7 @@ def check_dataset(
     progress: StageProgress = lambda _what, _done, _total: None,
     notify: Notify = lambda _: None,
 ) -> CheckReport:
-    """Check a dataset without a model.
-
-    Args:
-        workers: Processes that read images, and threads that compare them; one per core if None.
-        cache_folder: Folder of the cache; in the user's cache if None.
-    """
+    """Check a dataset without a model."""
     listing = list_dataset(data)
     listing.problems += find_group_leakage(
         listing, data.group if isinstance(data, DatasetSpec) else None
@@ -372,11 +367,7 @@ def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:
 
 
 def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:
-    """Report groups that training shares with another split, and the number of groups.
-
-    Args:
-        group: Column of the groups, or a regular expression over paths; None for no groups.
-    """
+    """Report groups that training shares with another split, and the number of groups."""
     if group is None:
         return []
     groups = [one.group for one in listing.images]

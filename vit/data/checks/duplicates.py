@@ -32,11 +32,7 @@ def find_duplicates(
     workers: int | None = None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
 ) -> list[Problem]:
-    """Find files of equal content, and images that are nearly the same.
-
-    Args:
-        workers: Threads that compare; one per core if None.
-    """
+    """Find files of equal content, and images that are nearly the same."""
     locations = {one.path: (one.split, one.labels) for one in images if one.path in stats}
     groups: dict[bytes, list[str]] = defaultdict(list)
     for path in locations:
@@ -92,11 +88,7 @@ def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -
 def near_duplicate_problem(
     pairs: Iterable[tuple[str, str]], locations: SplitAndClasses, how: str
 ) -> Problem:
-    """The problem of two images that are nearly the same.
-
-    Args:
-        pairs: Files of the first and of the second image; each may have exact copies.
-    """
+    """The problem of two images that are nearly the same; each may have exact copies in `pairs`."""
     order = ("split", "class")
     worst = max(
         pairs, key=lambda pair: [name in compare_origins(pair, locations)[2] for name in order]
@@ -162,12 +154,7 @@ def find_near_duplicates(
     workers: int | None = None,
     progress: Callable[[int], object] = lambda _rows: None,
 ) -> list[Pair]:
-    """Find pairs of images that are nearly the same, in the order of the images.
-
-    Args:
-        short_sides: Of the images, in pixels.
-        workers: Threads; one per core if None.
-    """
+    """Find pairs of images that are nearly the same, in order; `short_sides` are in pixels."""
     if len(thumbnails) < 2:
         return []
     images = _Thumbnails.decode(thumbnails, short_sides)
@@ -189,12 +176,7 @@ def verify_near_duplicates(
     *,
     workers: int | None = None,
 ) -> list[Pair]:
-    """Those of `pairs` that are nearly the same image.
-
-    Args:
-        short_sides: Of the images, in pixels.
-        workers: Threads; one per core if None.
-    """
+    """Those of `pairs` that are nearly the same image; `short_sides` are in pixels."""
     if not pairs:
         return []
     images, both = _Thumbnails.decode(thumbnails, short_sides), torch.tensor(pairs)
@@ -293,11 +275,8 @@ def candidate_pairs(
     *,
     known: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Candidate pairs, (pairs, 2), and which of WINDOWS the first image is of the second, (pairs,).
-
-    Args:
-        grey: (images, side, side) uint8.
-    """
+    """Candidate pairs, (pairs, 2), and which of WINDOWS the first image is of the second,
+    (pairs,)."""
     # padded to full groups with zero features, which are similar to none
     padding = (0, 0, 0, -len(grey) % GROUPS)
     tables = [F.pad(dct_features(grey, window), padding) for window in WINDOW_TRANSFORMS]
@@ -375,11 +354,8 @@ def _nearest_per_row(found: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor, Tenso
 
 
 def dct_features(grey: Tensor, window: Tensor) -> Tensor:
-    """Unit-length cosine features of a window, (images, side, side) -> (images, features).
-
-    Args:
-        grey: uint8.
-    """
+    """Unit-length cosine features of a window of uint8, (images, side, side) -> (images,
+    features)."""
     frequency = torch.arange(NUM_FREQUENCIES, dtype=torch.float32)
     total = frequency[:, None] + frequency
     low = (total > 0) & (total < NUM_FREQUENCIES)
@@ -490,12 +466,8 @@ def similarity(
 
 
 def align(first: Tensor, second: Tensor, guess: Tensor, *, blur: float, steps: int) -> Tensor:
-    """Refine the alignment `guess`, of the same shape.
-
-    Args:
-        first, second: (pairs, side, side).
-        blur: Standard deviation in pixels; it widens the range of convergence.
-    """
+    """Refine the alignment `guess`, of the same shape; a larger `blur`, in pixels, widens the range
+    of convergence."""
     side, transform = first.shape[-1], guess
     centres, kernel = pixel_centres(side), blur_matrix(side, blur)
     fixed, moving = kernel @ first @ kernel.T, kernel @ second @ kernel.T

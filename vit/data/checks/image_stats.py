@@ -184,11 +184,7 @@ def encode_thumbnail(small: np.ndarray[Any, Any]) -> bytes:
 def compute_all_stats(
     paths: Sequence[str], *, workers: int | None = None, timeout: float = TIMEOUT_SECONDS
 ) -> Iterator[tuple[int, StatsOrReason]]:
-    """Compute the statistics of `paths` in worker processes, by default one per core.
-
-    Yields:
-        The index of an image in `paths` and its statistics, in any order.
-    """
+    """Compute the statistics of `paths` in worker processes; yields their indices in any order."""
     pending = deque(range(at, min(at + CHUNK, len(paths))) for at in range(0, len(paths), CHUNK))
     number = min(workers or min(usable_cores(), MAX_WORKERS), len(pending))
     processes = [StatsWorker(paths, timeout) for _ in range(number)]
@@ -295,9 +291,6 @@ class StatsCache:
 
     Entries are valid while the file has the same fingerprint. Only readable images are stored: the
     reason of an error may be removed in many ways. Without a writable folder nothing is stored.
-
-    Args:
-        folder: Of the databases; in the user's cache if None.
     """
 
     def __init__(self, root: Path, folder: Path | None = None) -> None:

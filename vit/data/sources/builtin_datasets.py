@@ -216,19 +216,13 @@ VAL_STRIDE = 5
 
 
 def digits_folder(cache: Path | None = None) -> Path:
-    """The folder digits-v1, train/CLASS/NNNN.png and val/CLASS/NNNN.png; written if missing.
-
-    Args:
-        cache: Parent folder; None: the user's cache.
-    """
+    """The folder digits-v1, train/CLASS/NNNN.png and val/CLASS/NNNN.png; written if missing."""
     return _cached("digits", _write_digits, cache)
 
 
 def shapes_folder(cache: Path | None = None) -> Path:
-    """The folder shapes-v1: train/, val/ and unseen/ with PAIR/NNNN.png and captions.
-
-    Writing it takes some seconds. Arguments and errors are those of `digits_folder`.
-    """
+    """The folder shapes-v1: train/, val/ and unseen/ with PAIR/NNNN.png and captions; writing it
+    takes some seconds."""
     return _cached("shapes", write_scenes, cache)
 
 

@@ -284,11 +284,8 @@ class UniqueNames:
 
 
 def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
-    """Folder name of each class: the class name itself if it is a valid folder name of its own.
-
-    Args:
-        split: Whether the images have splits; otherwise no class folder may be named like one.
-    """
+    """Folder name of each class: the class name itself if it is a valid folder name of its own,
+    and, without `split`, not that of a split."""
     names, folders = UniqueNames(), {}
     for name in sorted(classes, key=lambda name: (safe_name(name) != name, name)):
         folder = safe_name(name)
@@ -312,13 +309,8 @@ def _with_file_names(images: Iterable[ImageFile]) -> Iterator[tuple[str, ImageFi
 def write_folder(
     root: Path, split: str, images: Iterable[ImageFile], folders: dict[str, str] | None
 ) -> WriteCounts:
-    """Write the images of one split to class folders.
-
-    Args:
-        split: Name of the split; empty if there are no splits.
-        folders: Folder of each class; None for multi-label images, which get a `LABELS_FILE`, and
-            for captioned ones, which get a `CAPTIONS_FILE` in the folder of their split.
-    """
+    """Write the images of one split to class folders; where `folders` is None, multi-label images
+    get a `LABELS_FILE`, captioned ones a `CAPTIONS_FILE`."""
     names, number = UniqueNames(), 0
     lines: dict[Path, list[str]] = {}
     for number, (name, image) in enumerate(_with_file_names(images), 1):  # noqa: B007
@@ -355,12 +347,8 @@ def write_shards(
     in_class_folders: bool,
     multilabel: bool = False,
 ) -> WriteCounts:
-    """Write the images of one split to numbered shards.
-
-    Args:
-        max_bytes: Bytes of a shard, unless a single image is larger.
-        multilabel: Whether an image may have any number of classes.
-    """
+    """Write the images of one split to numbered shards of `max_bytes`; a single image may be
+    larger."""
     names, number, files = UniqueNames(), 0, 0
     with contextlib.ExitStack() as stack:
         shard: tarfile.TarFile | None = None

@@ -152,12 +152,7 @@ def as_dataset_spec(
     source: SourceConfig | None = None,
     **given: Any,
 ) -> DatasetSpec:
-    """The DatasetSpec of the arguments of a Python call, or `data` if it is one.
-
-    Args:
-        source: How the caller wants `data` to be read.
-        given: More fields that the caller may choose; None or False where they did not.
-    """
+    """The DatasetSpec of the arguments of a Python call, or `data` if it is one."""
     given |= {} if source is None else vars(source)
     chosen = {name: value for name, value in given.items() if value not in (None, False, "")}
     if "labels" in chosen:
@@ -175,11 +170,7 @@ def as_dataset_spec(
 
 
 def resolve_folder(data: str) -> tuple[Path, list[str]]:
-    """Resolve DATA, a folder or the name of a built-in dataset, to a folder.
-
-    Returns:
-        The folder, and a note if `data` is also the name of a built-in dataset.
-    """
+    """Resolve DATA to a folder, with a note if a built-in dataset has the same name."""
     if not data:
         raise DataError(f"no data given; {LAYOUT}")
     root = Path(data)

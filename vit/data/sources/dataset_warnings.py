@@ -32,14 +32,7 @@ SIMILARITY = 0.8
 def class_problems(
     classes: Sequence[str], counts: Mapping[str, int], total: int | None = None
 ) -> list[tuple[str, str]]:
-    """What looks wrong about the names of classes and their numbers of training images.
-
-    Args:
-        total: Number of images, if an image may have several classes.
-
-    Returns:
-        Kinds, as in vit.data.sources.problems, and texts.
-    """
+    """Kinds and texts of what looks wrong about class names and numbers of training images."""
     by_form: dict[str, list[str]] = defaultdict(list)
     by_case: dict[str, list[str]] = defaultdict(list)
     for name in classes:
@@ -124,11 +117,7 @@ def undecodable_error(classes: Sequence[str]) -> str:
 def equal_notes(
     train: ImagesByClass, val: ImagesByClass, root: str, identical: Sequence[Sequence[str]] | None
 ) -> list[str]:
-    """Notes about files in both splits, or in more than one class, that are `identical`.
-
-    Args:
-        root: Folder that their names are relative to.
-    """
+    """Notes about `identical` files in both splits, or in more than one class."""
     if identical is None:
         return [f"identical files were not searched for: more than {MAX_COMPARED:,} images"]
     origins = {path: ("train", name) for name, paths in train.items() for path in paths}
@@ -166,12 +155,8 @@ Key = TypeVar("Key")
 def compare_origins(
     group: Sequence[Key], origins: Mapping[Key, tuple[str, object]]
 ) -> tuple[Key, Key, set[str]]:
-    """Compare the splits and classes of identical images.
-
-    Returns:
-        The first image, the image whose origin differs most from the first one's (else the
-        second image), and what differs in the group: `split`, `class`, both or neither.
-    """
+    """The first of identical images, the one whose origin differs most from it, and what differs in
+    the group: `split`, `class`, both or neither."""
     first = group[0]
     fields = ("split", "class")
     kinds = {

@@ -111,11 +111,7 @@ def split_names(splits: Sequence[str]) -> dict[str, str]:
 
 
 def find_columns(features: Mapping[str, Any], spec: DatasetSpec) -> ColumnSelection:
-    """Find the columns that `spec` reads: images, and classes, captions and groups.
-
-    Args:
-        spec: Names of columns; those that are None are found by their types and usual names.
-    """
+    """Find the columns that `spec` names, or by types and usual names if it has None."""
     data = spec.data
     image = _pick_column(IMAGES._replace(usual=IMAGE_NAMES), features, _is_image_feature, spec)
     feature = features[image]

@@ -269,11 +269,7 @@ def cell_captions(value: Any, column: str, path: str, line: int, *, is_table: bo
 def drop_uncaptioned(
     splits: Mapping[str, Sequence[ImageRecord]], notes: list[str]
 ) -> dict[str, list[ImageRecord]]:
-    """The images with each of their captions once; those without a caption are left out.
-
-    Args:
-        splits: Images by split, with captions that may be empty or repeated.
-    """
+    """The images with each of their captions once; those without a caption are left out."""
     kept: dict[str, list[ImageRecord]] = {}
     empty, repeats = 0, 0
     uncaptioned: list[str] = []

@@ -220,11 +220,8 @@ def open_splits(
     listing: Listing | None = None,
     compare: bool = True,
 ) -> Splits:
-    """Open the training and validation images of a dataset.
-
-    Args:
-        val_share: Share of each class to hold out if there are no validation images, in (0, 1).
-    """
+    """Open the training and validation images of a dataset; without validation images, the share
+    `val_share` of each class is held out."""
     spec = DatasetSpec(data) if isinstance(data, str) else data
     reusable = listing is not None and listing.spec == spec
     index = listing.index if listing is not None and reusable else read_source(spec)
@@ -327,14 +324,9 @@ def open_eval_split(
     held_out: HeldOutSplit | None = None,
     unshared_classes: Collection[str] = (),
 ) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
-    """Open one split for evaluation; labels are indices into `classes`.
+    """Open one split for evaluation; labels are indices into `classes`; returns samples and notes.
 
-    Args:
-        unshared_classes: Classes, in NFC, that only some models of a comparison have: their images
-            are left out, with a note.
-
-    Returns:
-        Samples, and notes for the user.
+    Images of `unshared_classes`, in NFC, which not all models have, are left out with a note.
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))

@@ -41,11 +41,7 @@ def stop(error: DataError) -> None:
 
 
 class LineError(DataError):
-    """An error at a line of a file.
-
-    Args:
-        line: From 1; 0 if the error is not of a line.
-    """
+    """An error at a line of a file, from 1; 0 if it is not of a line."""
 
     def __init__(self, path: str, what: str, line: int) -> None:
         where = f", line {line}" if line else ""
@@ -201,11 +197,7 @@ class Table(NamedTuple):
 
 
 def read_table(path: str, delimiter_of: Callable[[str], str], on_error: OnError = stop) -> Table:
-    """Open a table; its rows are read lazily.
-
-    Args:
-        delimiter_of: Returns the delimiter for a header.
-    """
+    """Open a table; its rows are read lazily."""
     lines = text_lines(path)
     blank: list[int] = []
     for line, header in enumerate(lines, 1):

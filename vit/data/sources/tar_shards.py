@@ -186,11 +186,7 @@ class _Members(NamedTuple):
 
 
 def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> DatasetIndex:
-    """Index the images of shards, with their classes, captions, or both.
-
-    Args:
-        files: Sorted paths of the shards; None: those that `data` names.
-    """
+    """Index the images of `files`, or of the shards of `data`, with classes, captions, or both."""
     files = shard_files(spec.data) if files is None else files
     data, errors = printable(spec.data), spec.problems
     members = _list_members(files, errors=errors)

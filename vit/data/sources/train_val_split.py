@@ -61,12 +61,7 @@ def split_train_val(
     fold: Fold | None,
     copies: Copies = MappingProxyType({}),
 ) -> TrainValSplit:
-    """Split a dataset by its own validation split, a fold, or a held-out share.
-
-    Args:
-        val_share: Share of each class to hold out, in (0, 1).
-        seed: Seed of the random order.
-    """
+    """Split by the validation split of the data, a fold, or the share `val_share`, in (0, 1)."""
     train = index.train
     own = validation_split(index.splits)
     if fold is not None and own is not None:
@@ -97,14 +92,11 @@ def hold_out(
     root: Path,
     copies: Copies = MappingProxyType({}),
 ) -> tuple[ImagesByClass, ImagesByClass]:
-    """Split the images of each class; both parts get at least one if the class has two.
+    """Training and validation images of each class; both get at least one if the class has two.
 
     The place of an image in the random order depends only on the seed and its own name, so a few
     more images hardly change the split of the others. Copies of an image take one place. If they
     are in several classes, they are held out if each of these classes holds them out.
-
-    Returns:
-        Training images and validation images.
     """
     held_out: set[str] = set()
     for paths in images.values():
@@ -149,9 +141,6 @@ def make_units(
     """One unit for each group; images of the empty group, or without groups, are single units.
 
     Groups and images with copies of an image in common are one unit.
-
-    Args:
-        names: `relative` names of the images.
     """
     members: dict[tuple[bool, str], list[int]] = defaultdict(list)
     unit_of: dict[str, tuple[bool, str]] = {}  # by set of copies
@@ -183,19 +172,12 @@ def make_units(
 
 
 def stratify(units: Sequence[SplitUnit], shares: Sequence[float], *, seed: int) -> list[int]:
-    """Assign units to parts by iterative stratification.
+    """The part of each unit, by iterative stratification; `shares` of the parts sum to 1.
 
     The class with the fewest unassigned units goes first, its largest units before others. A unit
     goes to the part that lacks the largest share of its images of the class; then to the part with
     the larger share, so that a class of one unit is trained on; then to the part that lacks the
     most images.
-
-    Args:
-        shares: Share of each part; they sum to 1.
-        seed: Seed of the order of units that are alike.
-
-    Returns:
-        Index of the part of each unit.
     """
     order = sorted(range(len(units)), key=lambda at: random_seed(seed, "split", units[at].name))
     total: Counter[str] = Counter()
@@ -237,13 +219,8 @@ def stratify(units: Sequence[SplitUnit], shares: Sequence[float], *, seed: int) 
 
 
 def find_groups(names: Sequence[str], pattern: str, columns: Sequence[str] = ()) -> list[str]:
-    """The group of each name: the match of the first bracket of `pattern`, or of all of it.
-
-    Names that do not match have the empty group.
-
-    Args:
-        columns: Columns that the user may have meant, for the message.
-    """
+    """The group of each name: the match of the first bracket of `pattern`, or of all of it; empty
+    for a name that does not match."""
     try:
         expression = re.compile(pattern)
     except re.error as error:

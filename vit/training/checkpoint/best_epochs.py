@@ -67,11 +67,7 @@ class BestEpochs:
         return read_tensors(self.path(epoch))[0]
 
     def prune(self, *needed: Sequence[Event]) -> None:
-        """Delete the weights of epochs that none of `needed` contains.
-
-        Args:
-            needed: Best epochs of each checkpoint that the run may resume from.
-        """
+        """Delete the weights of epochs that no checkpoint's best epochs, `needed`, contain."""
         kept = {self.path(event["epoch"]) for state in needed for event in state}
         with explain_write_errors(self.folder):
             for path in self.folder.glob("epoch-*.safetensors"):
@@ -80,13 +76,11 @@ class BestEpochs:
 
 
 def average_best_epochs(best: BestEpochs, evaluate: Evaluate) -> tuple[Event, dict[str, Tensor]]:
-    """Greedily average the weights of the best epochs.
+    """Greedily average the weights of the best epochs, and return its event and the weights to
+    save.
 
-    Every process reads the same files, so all of them return the same average.
-
-    Returns:
-        The event of the average, and the weights to save: the average if it is better than the
-        best epoch (`event["better"]`), else the best epoch's.
+    Every process reads the same files, so all of them return the same average. The best epoch's
+    weights are saved unless the average is better (`event["better"]`).
     """
     members, chosen = [best.first["epoch"]], best.load(best.first["epoch"])
     event = {n: v for n, v in best.first.items() if n.startswith("val_") or n == "chosen_by"}

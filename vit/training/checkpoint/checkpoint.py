@@ -95,11 +95,7 @@ class CheckpointState:
             scaler.load_state_dict(self.scaler)
 
     def require_same_data(self, now: Mapping[str, Any], *, remedy: str) -> None:
-        """Refuse a dataset whose fingerprint `now` differs from the stored one.
-
-        Args:
-            remedy: How to train on changed data.
-        """
+        """Refuse a dataset whose fingerprint `now` differs from the stored one."""
         then = self.data
         if then != now:
             raise DataError(
@@ -129,10 +125,8 @@ class Snapshot:
 def take_snapshot(run: TrainingContext, *, keep: bool = True) -> Snapshot:
     """Copy the tensors of a checkpoint, so that training continues while they are written.
 
-    If the network is sharded, every process must make this call.
-
-    Args:
-        keep: False on processes that only contribute their shards.
+    If the network is sharded, every process must make this call; without `keep`, it only
+    contributes its shards.
     """
     reshard(run.network)
     average = {} if run.average is None else run.average.state_dict()
@@ -173,11 +167,8 @@ def write_checkpoint(
 
 
 def load_checkpoint(folder: Path, run: TrainingContext, notify: Notify) -> CheckpointState | None:
-    """Load the newest intact checkpoint of `folder` into network, optimiser and average.
-
-    Returns:
-        The state beside the tensors, for the caller to restore; None without a checkpoint.
-    """
+    """Load the newest intact checkpoint of `folder` into network, optimiser and average; returns
+    the other state for the caller to restore, None without a checkpoint."""
     paths, damaged = find_checkpoints(folder), list[Path]()
     for path in paths:
         try:

@@ -88,11 +88,7 @@ def shard_like(tensor: Tensor, reference: Tensor) -> Tensor:
 
 
 def full_copies(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Copy full tensors to the CPU; later steps do not change the copies.
-
-    Args:
-        keep: False on processes that only contribute their shards.
-    """
+    """Copy full tensors to the CPU; without `keep`, a process only contributes its shards."""
     found = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor.detach())

@@ -66,12 +66,7 @@ Keyed = tuple[Key, str]
 
 @dataclass(frozen=True)
 class Features:
-    """Vectors of the readable images, in the order of the samples.
-
-    Args:
-        values: (images, dim) float32, on the CPU.
-        labels: (images,) int64.
-    """
+    """Vectors of readable images in the order of samples, (images, dim) float32 on the CPU."""
 
     values: Tensor
     labels: Tensor
@@ -114,11 +109,7 @@ def extract(
 ) -> Features | None:
     """Vectors of `samples`, from the cache or computed; all processes must make this call.
 
-    Args:
-        stopped: Whether this process has received a signal.
-
-    Returns:
-        The same on all processes; None after a signal, with what was computed in the cache.
+    The same on all processes; None after a signal, with what was computed in the cache.
     """
     rank, processes = accelerator.process_index, accelerator.num_processes
     size, workers = batch_size(accelerator.device), config.data.workers
@@ -321,12 +312,7 @@ def weights_digest(state: Mapping[str, Tensor], config: ModelConfig) -> str:
 
 
 class FeatureStore:
-    """Vectors by content, of the main process, and their cache on the disk.
-
-    Args:
-        identity: Everything but the image that a vector depends on.
-        keys: Those of the images.
-    """
+    """Vectors by content, of the main process, and their cache on the disk."""
 
     def __init__(
         self,

@@ -62,11 +62,8 @@ ABSENT_MARGIN = 20.0
 
 @dataclass(frozen=True)
 class PenaltyTrial:
-    """Predictions for held-out images at one strength.
-
-    Args:
-        weights: (rank + 1, problems, classes).
-    """
+    """Predictions for held-out images at one strength; weights are (rank + 1, problems,
+    classes)."""
 
     strength: float
     weights: Tensor
@@ -88,9 +85,7 @@ class PenaltyTrial:
 class PenaltySweep:
     """Cross-validates several strengths on the same folds.
 
-    Args:
-        inputs: Coordinates and a column of ones, (images, rank + 1) float32.
-        labels: Classes, (images,).
+    `inputs` are coordinates and a column of ones, (images, rank + 1) float32.
     """
 
     def __init__(
@@ -127,11 +122,7 @@ class PenaltySweep:
         self.held = [(part == fold).nonzero().squeeze(1) for fold in range(self.folds)]
 
     def run(self, strengths: Sequence[float] | None) -> list[PenaltyTrial]:
-        """Trials from strong to weak, each started from the weights of the one before.
-
-        Args:
-            strengths: Strengths to try; a default range if None.
-        """
+        """Trials from strong to weak, each started from the weights of the one before."""
         if not self.useful:
             return []
         trials: list[PenaltyTrial] = []
@@ -192,11 +183,9 @@ class Probe:
 
     Args:
         weight: (classes, dim) float32, for unscaled features.
-        bias: (classes,) float32.
         strength: L2 penalty, the weight of |W|^2 / 2 beside the mean loss.
         accuracy_by_strength: Accuracy on held-out images, from strong to weak; empty without
             cross-validation.
-        folds: Folds that were held out; 0 without cross-validation.
     """
 
     weight: Tensor
@@ -238,14 +227,8 @@ def fit_probe(
     seed: int,
     strengths: Sequence[float] | None = None,
 ) -> Probe:
-    """Fit a linear head; its L2 penalty is chosen by stratified cross-validation.
-
-    Args:
-        features: (images, dim), finite, at least one image; standardised by all of them.
-        labels: (images,) int64.
-        classes: Number of classes; some may have no image.
-        strengths: Strengths to try; 10 to 1e-5 if None.
-    """
+    """Fit a linear head to finite `features`, (images, dim); cross-validation chooses the
+    penalty."""
     basis = Eigenbasis.of(features.float().cpu())
     inputs = basis.rotate(features.float())
     sweep = PenaltySweep(inputs, labels, classes, basis.variance, seed)

@@ -80,11 +80,7 @@ class Eigenbasis:
         return coordinates
 
     def unfold(self, solution: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight (classes, dim) and bias (classes,) for untransformed features, float64.
-
-        Args:
-            solution: For coordinates and the column of ones, (rank + 1, classes).
-        """
+        """Weight (classes, dim) and bias (classes,) for untransformed features, float64."""
         solved = solution.double().cpu()
         weight = ((self.basis @ solved[:-1]) / self.std.unsqueeze(1)).T
         return weight, solved[-1] - weight @ self.mean
@@ -95,7 +91,6 @@ class LogisticProblems:
 
     Args:
         inputs: Coordinates and a column of ones, (images, rank + 1) float32.
-        labels: Classes, (images,).
         included: Whether an image is part of a problem, (images, problems).
     """
 
@@ -123,12 +118,8 @@ class LogisticProblems:
         return flat.view(len(inputs), *self.shape[1:]).masked_fill_(self.absent, -torch.inf)
 
     def loss(self, weights: Tensor, penalty: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss of each problem, (problems,) float64, and its gradient, of the shape of `weights`.
-
-        Args:
-            weights: (rank + 1, problems, classes).
-            penalty: Of the square of each row, (rank + 1, 1, 1).
-        """
+        """Loss of each problem, (problems,) float64, and its gradient, of the shape of `weights`,
+        which is (rank + 1, problems, classes)."""
         gradient = penalty * weights
         loss = (gradient * weights).sum((0, 2), dtype=torch.float64) / 2
         rows = max(BLOCK // (self.shape[1] * self.shape[2]), 1)
@@ -162,9 +153,8 @@ def minimise(
 ) -> Minimum:
     """Solve all problems by L-BFGS, each with a step length of its own.
 
-    Args:
-        tolerance: Largest distance from the minimum, by a quadratic estimate, relative to
-            loss + SMALL.
+    `tolerance` is the largest distance from the minimum, by a quadratic estimate, relative to loss
+    + SMALL.
     """
     penalty = torch.full((problems.shape[0], 1, 1), strength, device=start.device)
     penalty[-1] = 0.0  # the bias

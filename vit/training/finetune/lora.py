@@ -23,11 +23,7 @@ A, B = "lora_a", "lora_b"
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer plus a trainable low-rank difference.
-
-    Args:
-        rank: Rank of the difference, from 1.
-    """
+    """A frozen linear layer plus a trainable low-rank difference."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
         # on the meta device, since the parameters exist already
@@ -57,12 +53,8 @@ def add_lora(
 
     Parameter names do not change; `lora_a` and `lora_b` are added to those of a projection. A is
     drawn from torch's global generator, in the order of the blocks. Call it before the network is
-    compiled or given to an optimiser.
-
-    Args:
-        network: Changed in place.
-        targets: Names of projections: qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x for fc1,
-            with experts only qkv and proj.
+    compiled or given to an optimiser. Targets are qkv, proj, fc1, fc2; with SwiGLU fc1_g and fc1_x
+    for fc1, with experts only qkv and proj.
     """
     found = projections(network)
     here = list(dict.fromkeys(_last(path) for path in found))
@@ -103,11 +95,7 @@ def freeze_backbone(network: nn.Module) -> None:
 
 
 def freeze_except(network: nn.Module, trainable: Callable[[str], bool]) -> None:
-    """Freeze all parameters but those that `trainable` selects.
-
-    Args:
-        network: Changed in place.
-    """
+    """Freeze all parameters but those that `trainable` selects."""
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(trainable(name))
 
@@ -128,13 +116,8 @@ def trainable_line(what: str, network: nn.Module) -> str:
 
 
 def merge_lora(state: Mapping[str, Tensor], *, rank: int, alpha: float) -> dict[str, Tensor]:
-    """Weights of the equivalent network without LoRA.
-
-        W + (alpha / rank) B A        summed in float64, returned in float32
-
-    Args:
-        state: Weights by name; returned unchanged without LoRA.
-    """
+    """Weights of the equivalent network without LoRA, W + (alpha / rank) B A, summed in float64,
+    returned in float32; those without LoRA are returned unchanged."""
     plain = {name: tensor for name, tensor in state.items() if _last(name) not in (A, B)}
     for path in {name.rpartition(".")[0]: None for name in state if name not in plain}:
         a, b, weight = (state[f"{path}.{name}"] for name in (A, B, "weight"))

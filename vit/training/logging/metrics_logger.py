@@ -82,11 +82,7 @@ class MetricsLogger:
             self.metrics = MetricsFile(folder / METRICS_FILE)
 
     def start(self, *, metrics_bytes: int) -> None:
-        """Truncate metrics.jsonl to its size at the checkpoint, and start the tracker.
-
-        Args:
-            metrics_bytes: Size of metrics.jsonl at the checkpoint; 0 for a new run.
-        """
+        """Truncate metrics.jsonl to its size at the checkpoint, and start the tracker."""
         config, step = self.run.config, self.run.step
 
         def start() -> None:

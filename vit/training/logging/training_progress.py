@@ -56,11 +56,7 @@ def notifier(accelerator: Accelerator) -> Notify:
 
 
 class Progress:
-    """Progress of one epoch: rate, time left, loss and share of time spent waiting for data.
-
-    Args:
-        title: Label of the bar, such as `epoch 3/20`.
-    """
+    """Progress of one epoch: rate, time left, loss and share of time spent waiting for data."""
 
     def __init__(self, title: str, total: int, *, visible: bool) -> None:
         self.title = title

@@ -226,11 +226,7 @@ def _siglip(values: Values, classifies: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A model type of transformers.
-
-    Args:
-        defaults: Values that config.json may omit.
-    """
+    """A model type of transformers; config.json may omit the `defaults`."""
 
     fields: Callable[[Values, bool], dict[str, Any]]
     defaults: Mapping[str, Any]
@@ -357,14 +353,10 @@ BY_EDGE = ("Bit", "CLIP")
 def read_processor(
     processor: Mapping[str, Any] | None, image_size: int, model_type: str | None = None
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """Convert an image processor of transformers.
+    """Our Preprocessing of an image processor of transformers, and notes; None if it cannot be
+    expressed.
 
-    Args:
-        image_size: Input size of the network in pixels.
-
-    Returns:
-        Our Preprocessing, None if it cannot be expressed; and notes for the user. If only the
-        resizing cannot be expressed, it is our usual one, with the given mean and std.
+    If only the resizing cannot be expressed, it is our usual one, with the given mean and std.
     """
     if processor is None:
         return None, ("there is no preprocessor_config.json: how images are prepared is unknown",)
@@ -452,11 +444,7 @@ def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool)
 
 
 def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, Any]:
-    """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it.
-
-    Args:
-        image_size: Input size of the network in pixels.
-    """
+    """preprocessor_config.json for `preprocessing`; AutoImageProcessor and pipeline() take it."""
     if preprocessing.image_size != (image_size, image_size):
         height, width = preprocessing.image_size
         raise WeightsError(

@@ -265,11 +265,7 @@ def read_huggingface(
     state: Mapping[str, Tensor],
     where: str,
 ) -> Pretrained:
-    """Convert a model of transformers.
-
-    Args:
-        processor: Content of preprocessor_config.json; None if missing.
-    """
+    """Convert a model of transformers."""
     try:
         if config.get("model_type") == MODEL_TYPE:
             found, ours = read_custom_model(config, state)

@@ -199,16 +199,8 @@ def write_huggingface(
     *,
     multilabel: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], State]:
-    """Convert our network to a model of transformers.
-
-    Args:
-        classes: Class names by output; None without a head.
-        multilabel: Whether an image may have several classes.
-
-    Returns:
-        Contents of config.json and of preprocessor_config.json, and the tensors of
-        model.safetensors.
-    """
+    """Contents of config.json and preprocessor_config.json, and the tensors of model.safetensors,
+    for a network of ours."""
     reason = huggingface_incompatibility(config)
     if reason is not None:
         remedy = incompatibility_remedy(reason)

@@ -58,10 +58,8 @@ def infer_config(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """Infer the settings of `state`, with notes on the assumptions.
 
-    Args:
-        state: Tensors by our names; the patch projection is still a convolution.
-        known: Settings that tensors do not determine.
-        original: Names in the file, before renaming.
+    The patch projection is still a convolution. `known` are settings that tensors do not determine;
+    `original` are the names in the file, before renaming.
     """
     if not is_vision_transformer(state):
         raise WeightsError("these are not a Vision Transformer's weights in timm's names")
@@ -83,11 +81,7 @@ def infer_config(
 def infer_preprocessing(
     original: Collection[str], image_size: int
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """Preprocessing of the family that tensor names reveal, with a note; None for other names.
-
-    Args:
-        image_size: Side of the input images in pixels.
-    """
+    """Preprocessing of the family that tensor names reveal, with a note; None for other names."""
     if any(name.endswith(BIAS_TABLE) for name in original):  # BEiT, whose versions differ
         return None, ()
     for pattern, whose, (mean, std), share in FAMILIES:

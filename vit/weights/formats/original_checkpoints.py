@@ -61,12 +61,7 @@ ROTARY_FREQUENCIES = "rope.freqs"
 
 @dataclass(frozen=True)
 class OpenCLIPConfig:
-    """What open_clip_config.json says of the image tower.
-
-    Args:
-        pretrained_cfg: Preprocessing, by timm's names; empty if unknown.
-        timm_model_name: timm architecture of the tower; None for OpenCLIP's own.
-    """
+    """What open_clip_config.json says of the image tower; `pretrained_cfg` has timm's names."""
 
     pretrained_cfg: Mapping[str, Any]
     timm_model_name: str | None

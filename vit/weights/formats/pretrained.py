@@ -21,14 +21,11 @@ class PretrainedDecoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Pretrained weights and their metadata.
+    """Pretrained weights and their metadata; whatever is unknown is None.
 
     Args:
         state: Tensors by our names and in our shapes, float32, on the CPU.
         config: Settings that match `state` exactly; `num_classes` is 0 without a head.
-        classes: Class names by output; None if unknown.
-        preprocessing: Image preprocessing; None if unknown.
-        license: License of the weights; None if unknown.
         linear_offsets: Whether relative position biases are resized linearly, as our networks do
             for images of another size; otherwise geometrically, as in BEiT.
         thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.

@@ -102,12 +102,7 @@ def timm_facts(
     *,
     named: bool = True,
 ) -> TimmFacts:
-    """Facts about timm's network `name` for the tensors `state`, from the cache or proven now.
-
-    Args:
-        about: timm's `pretrained_cfg`; empty if unknown.
-        named: Whether the class names are known already.
-    """
+    """Facts about timm's network `name` for the tensors `state`, from the cache or proven now."""
     shapes = {key: list(tensor.shape) for key, tensor in state.items()}
     path = cache_file(name, dict(model_args), about, named, shapes)
     cached = load_facts(path)
@@ -191,11 +186,8 @@ def known_pretrained_cfg(name: str) -> dict[str, Any]:
 def imagenet_names(
     name: str, about: Mapping[str, Any], count: int
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """WordNet ids of the classes, if timm's tag names ImageNet as the last training set.
-
-    Args:
-        about: timm's `pretrained_cfg`, which may have the tag instead.
-    """
+    """WordNet ids of the classes, if timm's tag, in the name or `about`, names ImageNet as the last
+    training set."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     base, _, tag = name.partition(".")
@@ -472,14 +464,7 @@ def _noise(state: Mapping[str, Tensor]) -> State:
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """One set of pretrained weights.
-
-    Args:
-        hub_id: Repository on the Hugging Face Hub; None for a few old ones.
-        url: Other URL of the weights; None for most.
-        license: License of the weights; None if unknown.
-        image_size: Height and width of the input in pixels.
-    """
+    """One set of pretrained weights; `image_size` is (height, width) in pixels."""
 
     name: str
     hub_id: str | None

@@ -51,8 +51,6 @@ def read_timm(
     """Convert weights with timm's names or those of the original repositories.
 
     Args:
-        architecture: timm model name, with or without a tag; None to infer the settings from
-            the tensors.
         other_names: Names of integers in the file, which may tell its family.
     """
     try:
@@ -124,11 +122,7 @@ def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:
 def preprocessing(
     about: Mapping[str, Any], image_size: int
 ) -> tuple[Preprocessing | None, tuple[str, ...]]:
-    """Preprocessing in timm's `pretrained_cfg`, and a note if it is unknown.
-
-    Args:
-        image_size: Side of the input images in pixels.
-    """
+    """Preprocessing in timm's `pretrained_cfg`, and a note if it is unknown."""
     if not {"mean", "std", "crop_pct"} <= about.keys():
         return None, ()
     mode, share = about.get("crop_mode") or "center", about["crop_pct"]
@@ -151,11 +145,7 @@ def preprocessing(
 def class_names(
     names: Sequence[str] | Mapping[Any, str] | None, count: int
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-    """Class names by output, and a note if they are invalid.
-
-    Args:
-        names: A list, or a mapping from index to name, or None.
-    """
+    """Class names by output, and a note if they are invalid."""
     if not names or not count:
         return None, ()
     if isinstance(names, Mapping):
