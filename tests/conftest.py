@@ -22,6 +22,7 @@ from torch import nn
 from tests.processor import sitecustomize as processor
 from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
+from vit.cpu_cores import usable_cores
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
 from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
@@ -102,6 +103,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One worker more than cores, since tests wait for servers, signals and other processes."""
+    return usable_cores() + 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,6 +111,7 @@ def grouped_outcomes(groups: int, size: int, seed: int) -> tuple[Outcomes, torch
     return Outcomes.of(logits.double().softmax(dim=1), labels), which
 
 
+@pytest.mark.slow
 def test_intervals_of_metrics_hold_the_truth_of_other_groups():
     many = torch.cat([grouped_outcomes(2000, 5, seed)[0].likelihoods.log() for seed in range(9)])
     truth, held = -float(many.mean()), {True: 0, False: 0}

@@ -191,6 +191,7 @@ def test_conversion_to_timm_notes_that_thresholds_are_dropped(several_run, tmp_p
     assert any("take sigmoids" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_vit_evaluate_and_vit_compare_measure_the_file_as_the_run(
     several_run, exported, several_list, tmp_path
 ):

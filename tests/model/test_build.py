@@ -377,6 +377,7 @@ EACH = QUICK + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", EACH, ids=str)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.onnx, on names of its own
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -871,6 +871,7 @@ def captions(photos):
     return photos / "list.csv"
 
 
+@pytest.mark.slow
 def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
     timed = []
 

@@ -291,6 +291,7 @@ def test_bursts_of_loading_are_measured(clock, fit, monkeypatch):
     assert step == pytest.approx((0.8 + 7 * 0.01) / 8, rel=0.15)
 
 
+@pytest.mark.slow
 def test_measuring_a_training_changes_no_state(fit, monkeypatch, data_with_a_bad_image):
     monkeypatch.setattr(time_budget, "MOST_SECONDS", 0.05)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()

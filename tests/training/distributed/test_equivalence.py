@@ -95,6 +95,7 @@ def test_processes_equal_one_in_float32(outcome_of):
         assert_equal_outcomes(many, one, losses=1e-4, weights=2e-4)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch(outcome_of):
     one = outcome_of(precision="fp64")
     for processes, accumulate in ((1, 4), (2, 2)):
