@@ -32,8 +32,10 @@ class Rotation:
 
     def __init__(self, angles: Tensor) -> None:
         self.angles = angles
-        by_head = angles if angles.ndim == 4 else angles.unsqueeze(-3)
-        self.cos, self.sin = by_head.cos(), by_head.sin()
+        cos, sin = angles.cos(), angles.sin()
+        by_head = angles.ndim == 4
+        self.cos = cos if by_head else cos.unsqueeze(-3)
+        self.sin = sin if by_head else sin.unsqueeze(-3)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(batch, heads, tokens, head_dim) -> the same shape and type"""
@@ -135,7 +137,8 @@ def init_frequencies(freqs: Tensor) -> None:
 def index_coordinates(side: int, *, reference: int | None = None, first: int = 0) -> Tensor:
     """0, 1, 2, ..., or from `first` on, scaled to the range of `reference` patches if given."""
     scale = 1.0 if reference is None else reference / side
-    return (first + torch.arange(side, dtype=torch.float64)) * scale
+    indices = torch.arange(side, dtype=torch.float64)
+    return (indices + first if first else indices) * scale
 
 
 def centred_coordinates(side: int) -> Tensor:
