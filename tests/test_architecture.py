@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
     f"vit.{name}"
     for name in (
-        *("atomic_files", "benchmark", "config", "cpu_cores", "errors", "event_log"),
+        *("atomic_files", "config", "cpu_cores", "errors", "event_log", "timing"),
         "json_files",
         *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
@@ -39,7 +39,7 @@ NUMERIC = {"torch", "numpy"}
 # single module of another package.
 ALLOWED = {
     "vit.atomic_files": {"vit.errors", "vit.text"},
-    "vit.benchmark": set(),
+    "vit.timing": set(),
     "vit.cpu_cores": set(),
     "vit.errors": {"vit.text"},
     "vit.event_log": {"vit.text"},
@@ -310,7 +310,7 @@ def test_one_module_times_networks():
     }
     progress = {"training/logging/training_progress.py", "training/training_loop.py"}
     decoding = {"data/image_cache.py", "training/data_setup.py"}
-    assert timing == {"benchmark.py", *progress, *decoding}
+    assert timing == {"timing.py", *progress, *decoding}
 
 
 def test_a_block_has_no_ifs():

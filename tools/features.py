@@ -95,7 +95,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Learn without labels",
         "tasks/pretraining tasks/simclr tasks/dino tasks/lejepa tasks/masked_autoencoder "
-        "model/pixel_decoder model/projection_head data/multi_view "
+        "model/mae_network model/projection_head data/multi_view "
         "evaluation/feature_quality commands/pretrain_command",
         *("pretrain", "pretrain", "folder list shards hub", "torch"),
     ),
@@ -119,7 +119,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Train within a time, memory and cores that fit",
-        "benchmark training/time_budget training/auto_batch_size training/trial_training "
+        "timing training/time_budget training/auto_batch_size training/trial_training "
         "training/loader_autotune",
         *("train pretrain", TASKS, DATA, "torch"),
     ),
@@ -269,8 +269,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Compare networks",
-        "inference/compare evaluation/paired_comparison evaluation/exact_tests evaluation/metrics "
-        "commands/compare_command",
+        "inference/compare evaluation/paired_comparison evaluation/exact_tests "
+        "evaluation/metric_table commands/compare_command",
         *("compare", LABELS, DATA, "torch onnx openvino"),
         "evaluation/test_comparison_page",
     ),

@@ -8,7 +8,7 @@ import pytest
 from onnx import helper
 
 from tests.exported.test_exported_classifier import graph_of, written
-from vit import benchmark
+from vit import timing
 from vit.inference.predictor import ImageOutput
 from vit.serving.batch_invariance import measure_batch_sizes
 from vit.serving.model_registry import largest_batch
@@ -45,7 +45,7 @@ def sizes_of(monkeypatch, model, largest, speed, all_cores=None):
         return now
 
     clock.begun = 0
-    monkeypatch.setattr(benchmark.time, "perf_counter", clock)
+    monkeypatch.setattr(timing.time, "perf_counter", clock)
     with ThreadPoolExecutor(1) as compute:
         measure_batch_sizes(model, largest, compute, all_cores)
     return model.batch_sizes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from vit import benchmark
+from vit import timing
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
@@ -64,7 +64,7 @@ def clock(monkeypatch):
     clock = Clock()
     for name, value in {"SAVE": 0.0, "DISK": float("inf"), "REPORT": 0.0}.items():
         monkeypatch.setattr(time_budget, name, value)
-    for module in (time_budget, benchmark):
+    for module in (time_budget, timing):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     monkeypatch.setattr(time_budget, "train_one_step", clock.train_one_step)
     monkeypatch.setattr(time_budget, "validate", clock.validate)

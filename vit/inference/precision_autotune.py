@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from vit.atomic_files import write_text
-from vit.benchmark import timed
 from vit.config import ModelConfig
 from vit.data.image_objects import ImageInput
 from vit.errors import BadImage, RunError
@@ -26,6 +25,7 @@ from vit.evaluation.classification_metrics import ranking
 from vit.paths import user_cache
 from vit.precision import Precision, cpu_features
 from vit.text import Notify, printable
+from vit.timing import timed
 
 ROUNDS = 3
 MIN_BATCHES = 100

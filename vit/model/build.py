@@ -15,8 +15,8 @@ from vit.model.captioner import Captioner
 from vit.model.decoder import TextDecoder, WordDropout
 from vit.model.initialization import init_weights
 from vit.model.layers import TEXT_POSITIONS, build_block, build_decoder_block
+from vit.model.mae_network import MaskedAutoencoder, PixelDecoder
 from vit.model.normalization import build_norm
-from vit.model.pixel_decoder import MaskedAutoencoder, PixelDecoder
 from vit.model.projection_head import JointEmbedding, ProjectionHead
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import join_names

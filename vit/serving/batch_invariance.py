@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from vit.benchmark import timed
 from vit.errors import BadImage, RunError, WeightsError, error_text
 from vit.serving.served_model import ServedModel
+from vit.timing import timed
 
 SLICES = 2
 """Positions at which a smaller batch is compared with the whole one."""

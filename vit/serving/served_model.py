@@ -48,7 +48,7 @@ class ServedModel:
     Attributes:
         compute_threads: Batches that are computed at the same time; a session of an exported
             network uses all cores for one.
-        batch_sizes: Sizes of batches that give the same digits, in order (exact_batch_sizes).
+        batch_sizes: Sizes of batches that give the same digits, in order (batch_invariance).
         exact_on_all_cores: Whether the smallest one gives these digits on all cores, and sooner.
         seconds: Seconds of one batch of each of them.
     """

@@ -25,7 +25,7 @@ from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
 from vit.errors import ConfigError
 from vit.model.build import build_masked_autoencoder
-from vit.model.pixel_decoder import (
+from vit.model.mae_network import (
     VARIANCE_EPS,
     MaskedAutoencoder,
     Reconstruction,

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from vit.benchmark import time_calls, timed
 from vit.config import Config
 from vit.data.dataloader import default_workers
 from vit.data.dataset import ImageDataset
@@ -24,6 +23,7 @@ from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
 from vit.text import Notify, plural
+from vit.timing import time_calls, timed
 from vit.training.distributed.collectives import min_over_processes
 from vit.training.distributed.devices import inference_precision
 from vit.training.distributed.fsdp import is_sharded

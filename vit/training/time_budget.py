@@ -21,12 +21,12 @@ from statistics import fmean
 import torch
 from accelerate import Accelerator
 
-from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.config.setting_layers import settings_with, with_settings
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError
 from vit.text import Notify, format_duration, plural
+from vit.timing import Stopwatch
 from vit.training.distributed.collectives import max_over_processes
 from vit.training.final_report import distance_samples
 from vit.training.finetune.linear_probe import probe_samples

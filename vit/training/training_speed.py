@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional as F
 
-from vit.benchmark import time_calls
 from vit.config import Config
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig
@@ -18,6 +17,7 @@ from vit.config.presets import preset
 from vit.model.build import build_captioner, build_classifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import autocast
+from vit.timing import time_calls
 from vit.training.distributed.devices import inference_precision
 from vit.training.optimizers import make_optimizer
 from vit.training.plan_rules import (

@@ -35,7 +35,7 @@ from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT
-from vit.weights.formats.timm_writer import UNKNOWN_ARCHITECTURE, timm_config
+from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"

@@ -57,6 +57,9 @@ def test_names_may_begin_in_a_folder_above_the_data(data, tmp_path, above):
     (tmp_path / "bad.csv").write_text(f"image\n{start}train/cat/1.png\n")
     kept = read_source(DatasetSpec(str(data), exclude=str(tmp_path / "bad.csv"))).splits["train"]
     assert str(data / "train/cat/1.png") not in [one.path for one in kept]
+    (tmp_path / "bad.csv").write_text("image\nother/train/cat/1.png\n")
+    with pytest.raises(DataError, match="none of its 1 image"):
+        read_source(DatasetSpec(str(data), exclude=str(tmp_path / "bad.csv")))
 
 
 def test_corrected_labels_replace_those_of_the_data(data, tmp_path):

@@ -10,9 +10,9 @@ from statistics import fmean
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from vit.benchmark import Stopwatch
 from vit.config import Config
 from vit.text import Notify, format_duration
+from vit.timing import Stopwatch
 from vit.training.lr_schedule import image_side, total_steps
 
 # Time between two progress lines without a terminal.

@@ -8,7 +8,7 @@ from einops import rearrange
 
 from vit.config import ModelConfig, PretrainingConfig
 from vit.model.build import build_masked_autoencoder
-from vit.model.pixel_decoder import (
+from vit.model.mae_network import (
     choose_patches,
     hide_pixels,
     join_patches,
