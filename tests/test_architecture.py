@@ -313,6 +313,25 @@ def test_one_module_times_networks():
     assert timing == {"timing.py", *progress, *decoding}
 
 
+def files_with(*words: str) -> set[str]:
+    """Modules of the package whose code has one of `words`."""
+    texts = {file: file.read_text(encoding="utf-8") for file in (ROOT / "vit").rglob("*.py")}
+    having = (file for file, text in texts.items() if any(word in text for word in words))
+    return {file.relative_to(ROOT / "vit").as_posix() for file in having}
+
+
+def test_one_module_opens_engines():
+    """Prediction, evaluation and serving have a Predictor; the network behind it is its own."""
+    opened = files_with("return TorchEngine(", "= OnnxClassifier(", "= OnnxCaptioner(")
+    assert opened == {"inference/predictor.py", "exported/engine.py"}
+
+
+def test_one_module_lists_images():
+    """`vit check` and trainings see the same files; runs and similar names are other lists."""
+    listing = files_with("os.walk(", "os.scandir(", ".rglob(")
+    assert listing == {"data/sources/file_walk.py", "evaluation/runs_table.py", "paths.py"}
+
+
 def test_a_block_has_no_ifs():
     tree = ast.parse((ROOT / "vit/model/blocks.py").read_text(encoding="utf-8"))
     forwards = [
