@@ -50,6 +50,8 @@ def timm_model(name: str, device: str, *, fused: bool = True, **settings: Any) -
     import timm
     from timm.layers import set_fused_attn
 
+    import vit.weights.formats.timm_conv_stem  # noqa: F401  registers vit_conv_stem
+
     set_fused_attn(fused)
     try:
         model: nn.Module = timm.create_model(name, **settings)
