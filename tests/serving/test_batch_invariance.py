@@ -9,7 +9,7 @@ from onnx import helper
 
 from tests.exported.test_exported_classifier import graph_of, written
 from vit import timing
-from vit.inference.predictor import ImageOutput
+from vit.output.prediction_results import ImageOutput
 from vit.serving.batch_invariance import measure_batch_sizes
 from vit.serving.model_registry import largest_batch
 from vit.serving.served_model import ServedModel

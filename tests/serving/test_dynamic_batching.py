@@ -14,7 +14,7 @@ from vit.data.image_io import EncodedImage
 from vit.errors import BadImage, RunError, WeightsError
 from vit.exported import exported_classifier
 from vit.exported.image_prefetch import PixelBudget
-from vit.inference.predictor import ImageOutput
+from vit.output.prediction_results import ImageOutput
 from vit.serving import dynamic_batching
 from vit.serving.batch_invariance import measure_batch_sizes
 from vit.serving.dynamic_batching import (

@@ -32,11 +32,12 @@ from torch import Tensor
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.image_objects import Array
 from vit.errors import RunError
-from vit.inference.predictor import ImageOutput, Predictor, ranked_classes
+from vit.inference.predictor import Predictor, ranked_classes
 from vit.inference.torch_engine import Activation, to_probabilities
 from vit.model.attention import AttentionRecorder, record_attention
 from vit.model.decoder import TextDecoder
 from vit.model.vision_transformer import VisionTransformer
+from vit.output.prediction_results import ImageOutput
 from vit.precision import autocast
 from vit.text import printable
 

@@ -35,9 +35,9 @@ from vit.inference.attribution import (
     view_lines,
     word_attributions_to_json,
 )
-from vit.inference.predictor import ImageOutput, PathLike, Predictor
+from vit.inference.predictor import PathLike, Predictor
 from vit.model.token_merging import MergingBlock
-from vit.output.prediction_results import Prediction, to_json
+from vit.output.prediction_results import ImageOutput, Prediction, to_json
 from vit.text import Notify, ignore, printable
 
 TILE = 208

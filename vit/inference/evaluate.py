@@ -46,10 +46,11 @@ from vit.errors import ConfigError, DataError, explain_full_memory
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
 from vit.evaluation.intervals import count_groups, number_groups
 from vit.inference.evaluation_data import column_cells, evaluated_spec, load_samples, source_of
-from vit.inference.predictor import ImageOutput, PathLike, Predictor, open_evaluated
+from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
+    ImageOutput,
     Layout,
     Truth,
     byte_order_mark,

@@ -24,8 +24,7 @@ from vit.exported.engine import (
     select_engine,
 )
 from vit.exported.image_prefetch import ImageReader, chunks, expected_pixels, prefetch
-from vit.output.prediction_results import ImageOutput as ImageOutput
-from vit.output.prediction_results import Prediction, check_top_k, classes_per_row
+from vit.output.prediction_results import ImageOutput, Prediction, check_top_k, classes_per_row
 from vit.quick_imports import quick_imports
 from vit.score_calibration import check_decisions, check_selection
 from vit.text import Notify, print_to_stderr, printable

@@ -57,7 +57,7 @@ class ImageOutput:
         probabilities: (classes,) float64, empty without a head; None on an error.
         captions: The best first; empty from a classifier.
         memory: The captioner's image tokens, (tokens, dim) on the device.
-        pixels: Input of the encoder, uint8 (channels, height, width); (5, ...) with tta=crops.
+        pixels: Input of the encoder, uint8 (channels, height, width).
         embedding: Input of the head, (dim,) float32, if requested.
     """
 
