@@ -12,8 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config import Config, ModelConfig
 from vit.config.training_config import PretrainingConfig
-from vit.data.preprocessing import Preprocessing
-from vit.errors import WeightsError
 from vit.model import grouped_linear
 from vit.model.build import build_classifier, build_joint_embedding
 from vit.model.mlp import MLP
@@ -32,8 +30,6 @@ from vit.model.moe import (
 )
 from vit.training.activation_checkpointing import recompute_blocks
 from vit.training.optimizers import make_optimizer, parameter_groups
-from vit.weights.convert import folder_contents
-from vit.weights.formats.pretrained import Pretrained
 
 DIM, HIDDEN, EXPERTS, TOKENS = 16, 24, 4, 9
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
@@ -451,26 +447,6 @@ def test_compiles_as_one_graph_with_its_gradients(options, backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + (backend != "inductor")
     with torch.no_grad():
         torch.testing.assert_close(compiled.eval()(images), model(images))
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("timm", "timm cannot express this network: feedforward=moe"),
-        ("huggingface", "transformers cannot express .* none has feedforward=moe"),
-    ],
-)
-def test_other_formats_refuse_experts(target, message):
-    pretrained = Pretrained(
-        state=network().state_dict(),
-        config=ModelConfig(**MOE),
-        classes=("a", "b", "c"),
-        preprocessing=Preprocessing(image_size=(16, 16)),
-        license=None,
-        origin="test",
-    )
-    with pytest.raises(WeightsError, match=message):
-        folder_contents(pretrained, target)
 
 
 def test_expert_biases_have_no_weight_decay_and_muon_skips_stacked_weights():

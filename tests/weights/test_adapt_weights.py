@@ -14,11 +14,11 @@ from timm.layers import (
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from tests.weights.parity import build
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.model.build import build_classifier, meta_model
 from vit.model.patch_embed import resize_patch_embed
-from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import (
     AdaptationReport,
     adapt_weights,
@@ -43,26 +43,13 @@ def pretrained(randomise):
         state = randomise(meta_model(config).state_dict())
         if config.position.startswith("sinusoidal"):
             state["pos_embed"] = build_classifier(config).pos_embed
-        return Pretrained(
-            state=state,
-            config=config,
-            classes=classes,
-            preprocessing=None,
-            license=None,
-            origin="timm vit_small",
-        )
+        return Pretrained(state=state, config=config, classes=classes, origin="timm vit_small")
 
     return make
 
 
 def changed(pretrained: Pretrained, **settings) -> ModelConfig:
     return dataclasses.replace(pretrained.config, **settings)
-
-
-def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
-    model = meta_model(config)
-    model.load_state_dict(state, assign=True)
-    return model.eval()
 
 
 def test_matching_tensors_are_reused(pretrained):
@@ -205,14 +192,8 @@ def test_whole_models_equal_timms_own_loading(
     save_file(weights, tmp_path / "model.safetensors")
     settings = {"image_size": 32, "patch_size": 8, "channels": 3, **change}
     theirs = timm_model(**settings, file=tmp_path / "model.safetensors", **options)
-    source = Pretrained(
-        state=flatten_patches(weights),
-        config=ModelConfig(**SMALL, registers=registers, prefix_positions=prefix_positions),
-        classes=None,
-        preprocessing=None,
-        license=None,
-        origin="timm vit_small",
-    )
+    config = ModelConfig(**SMALL, registers=registers, prefix_positions=prefix_positions)
+    source = Pretrained(state=flatten_patches(weights), config=config, origin="timm vit_small")
     config = changed(source, **change)
     side = settings["image_size"]
     images = torch.randn(3, settings["channels"], side, side)

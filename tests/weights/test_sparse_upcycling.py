@@ -6,9 +6,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import vit
+from tests.weights.parity import build
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
@@ -29,26 +30,14 @@ def pretrained(randomise):
 
     def make(**options) -> Pretrained:
         config = ModelConfig(**{**DENSE, **options})
-        return Pretrained(
-            state=randomise(meta_model(config).state_dict()),
-            config=config,
-            classes=None,
-            preprocessing=None,
-            license=None,
-            origin="run dense",
-        )
+        state = randomise(meta_model(config).state_dict())
+        return Pretrained(state=state, config=config, origin="run dense")
 
     return make
 
 
 def experts(source: Pretrained, **settings) -> ModelConfig:
     return dataclasses.replace(source.config, feedforward="moe", **settings)
-
-
-def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
-    model = meta_model(config)
-    model.load_state_dict(state, assign=True)
-    return model.eval()
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ from PIL import Image, ImageDraw
 from safetensors.torch import save_file
 from transformers import AutoImageProcessor, pipeline
 
+from tests.weights.parity import build
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.inference.predictor import Predictor
-from vit.model.build import assemble_model, meta_model
+from vit.model.build import meta_model
 from vit.weights.formats.huggingface_config import (
     FAMILIES,
     processor_notes,
@@ -90,10 +91,7 @@ def test_pipeline_answers_as_predict_does(name, settings, photographs, randomise
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     theirs = pipeline("image-classification", model=str(tmp_path), device="cpu")(photographs)
 
-    with torch.device("meta"):
-        model = assemble_model(config)
-    model.load_state_dict(state, assign=True)
-    run = LoadedRun(model.eval(), CLASSES, preprocessing, config)
+    run = LoadedRun(build(state, config), CLASSES, preprocessing, config)
     mine = Predictor(run, device="cpu", precision="fp32", workers=1)(photographs)
     tops = [prediction.predictions[0][1] for prediction in mine]
     assert max(tops) - min(tops) > 0.02, "answers alike for all images show nothing"

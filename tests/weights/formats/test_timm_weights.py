@@ -5,15 +5,13 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
-from torch import Tensor
 
-from tests.weights.parity import output_difference
+from tests.weights.parity import build, output_difference
 from vit.config import ModelConfig
 from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import check_fit, meta_model
-from vit.model.vision_transformer import VisionTransformer
+from vit.model.build import meta_model
 from vit.weights.formats.state_dict_names import flatten_patches
 from vit.weights.formats.timm_weights import read_timm, read_timm_config
 from vit.weights.saved_model import from_timm, to_timm
@@ -147,13 +145,6 @@ TOLERANCE = 1e-4
 SMALL_VIT = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4}
 
 
-def load(state: dict[str, Tensor], **settings) -> VisionTransformer:
-    model = meta_model(ModelConfig(**settings))
-    check_fit(state, model)
-    model.load_state_dict(state, assign=True)
-    return model.eval()
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -172,7 +163,10 @@ def test_equals_timm(name, randomise):
     theirs.load_state_dict(state, assign=True)
     settings = preset(name)
     images = torch.randn(1, 3, settings["image_size"], settings["image_size"])
-    assert output_difference(load(flatten_patches(state), **settings), theirs, images) < TOLERANCE
+    assert (
+        output_difference(build(flatten_patches(state), ModelConfig(**settings)), theirs, images)
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("size", [24, 48])
@@ -189,7 +183,7 @@ def test_other_image_sizes_equal_timm(randomise, size):
     )
     state = randomise(theirs.state_dict())
     theirs.load_state_dict(state)
-    model = load(flatten_patches(state), **SMALL_VIT, num_classes=5)
+    model = build(flatten_patches(state), ModelConfig(**SMALL_VIT, num_classes=5))
     assert output_difference(model, theirs, torch.randn(3, 3, size, size)) < TOLERANCE
 
 
