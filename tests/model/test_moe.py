@@ -49,6 +49,13 @@ WAYS = {
 }
 
 
+def looped(moe: MixtureOfExperts) -> MixtureOfExperts:
+    """The same layer, whose experts come one after the other."""
+    other = copy.deepcopy(moe)
+    other.experts.sort_by_expert = other.experts.loop_over_experts
+    return other
+
+
 def capacity(num_experts: int, factor: float, order):
     return partial(drop_over_capacity, num_experts=num_experts, factor=factor, order=order)
 
@@ -117,6 +124,7 @@ def test_moe_equals_a_plain_reference_in_values_gradients_and_routing(way):
     expected, chosen, dropped = oracle(moe, x, options)
     found = moe(x)
     torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(looped(moe)(x), expected)
     seed = torch.randn_like(x)
     inputs = [x, *moe.parameters()]
     torch.testing.assert_close(
@@ -218,14 +226,6 @@ def test_custom_operators_pass_torch_s_opcheck():
     for arguments in ((x, weight, bias, counts), (x, weight, None, counts)):
         outcomes = torch.library.opcheck(grouped_linear.looped_linear, arguments)
         assert set(outcomes.values()) == {"SUCCESS"}
-
-
-def test_the_loop_over_experts_equals_the_grouped_product():
-    for way in ("plain", "score"):
-        moe, x = layer(**WAYS[way]), tokens()
-        moe.experts.sort_by_expert = moe.experts.loop_over_experts
-        expected, _, _ = oracle(moe, x, WAYS[way])
-        torch.testing.assert_close(moe(x), expected)
 
 
 def test_flops_are_counted_on_the_meta_device():
@@ -401,26 +401,23 @@ def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 0.8, "router_priority": "score"}])
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings(*OLDER)
-def test_activation_checkpointing_gives_the_same_losses_and_gradients(options, backend):
+def test_activation_checkpointing_gives_the_same_losses_gradients_and_routing(options, backend):
     model, images = network(router_jitter=0.1, **options), torch.randn(4, 3, 16, 16)
     again = copy.deepcopy(model)
     recompute_blocks(again)
+    compiled = again
     if backend:
         name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-        again.compile(backend=backend, fullgraph=hasattr(torch._dynamo.config, name))
+        fullgraph = hasattr(torch._dynamo.config, name)
+        compiled = torch.compile(again, backend=backend, fullgraph=fullgraph)
     torch.manual_seed(1)
     expected = gradients(model, images)
     torch.manual_seed(1)
-    torch.testing.assert_close(gradients(again, images), expected)
-
-
-def test_activation_checkpointing_keeps_the_routing_of_the_forward_pass():
-    model = network()
-    recompute_blocks(model)
-    loss = losses(model, torch.randn(2, 3, 16, 16))
-    before = collect_routing(model)[0]
-    loss.backward()
-    assert collect_routing(model)[0] is before
+    loss = losses(compiled, images)
+    routing = collect_routing(again)[0]
+    found = list(torch.autograd.grad(loss, list(again.parameters())))
+    torch.testing.assert_close(found, expected)
+    assert collect_routing(again)[0] is routing
 
 
 DROPPING = {"capacity_factor": 0.8, "router_priority": "score", "shared_expert": True}
