@@ -204,6 +204,8 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ({"merge_tokens": 2, "norm_order": "post"}, "merge_tokens=2: .* not norm_order=post"),
         ({"merge_tokens": 2, "parallel_blocks": True}, "merge_tokens=2: .* not parallel_blocks"),
         ({"position": "relative", "merge_tokens": 2}, "merge_tokens.* needs the whole grid"),
+        ({"position": "relative", "patch_dropout": 0.5}, "patch_dropout.* needs the whole grid"),
+        ({"position": "rotary", "dim": 24}, "multiple of 4 in each head"),
         ({"stem_depth": 2}, "stem_depth=2: stem=linear does not read it; stem=conv does"),
         (
             {"stem": "conv", "patch_size": 12, "image_size": 48},

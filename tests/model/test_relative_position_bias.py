@@ -17,15 +17,8 @@ from vit.model.relative_position_bias import (
 )
 
 HEADS = 4
-SMALL = {
-    "image_size": 32,
-    "patch_size": 8,
-    "dim": 32,
-    "depth": 2,
-    "num_heads": HEADS,
-    "num_classes": 3,
-    "position": "relative",
-}
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": HEADS}
+SMALL |= {"num_classes": 3, "position": "relative"}
 PREFIXES = (0, 1, 3)
 
 

@@ -203,20 +203,6 @@ def test_whole_models_equal_timms_own_loading(
     torch.testing.assert_close(adapted(images), expected, atol=TOLERANCE, rtol=0)
 
 
-def test_report_lists_every_change(pretrained):
-    source = pretrained()
-    settings = {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10}
-    state, report = adapt_weights(source, changed(source, **settings))
-    assert state[PATCH_WEIGHT].shape == (48, 256)
-    weight = "patch_embed.proj.weight"
-    assert report.lines() == [
-        f"{len(state) - 3} tensors reused; resized: {weight} 3 -> 1 channels, {weight} 8x8 -> "
-        "16x16 pixels; new: head (10 classes, zeros); left out: head (5 classes)"
-    ]
-    _, report = adapt_weights(source, changed(source, image_size=96, patch_size=16))
-    assert report.resized[1] == "pos_embed 4x4 -> 6x6"
-
-
 def rows(state: dict[str, Tensor], source: Pretrained, places: list[int | None]) -> bool:
     """Whether the head is made of these rows of the source's, and of their mean or of zeros."""
     for name in ("head.weight", "head.bias"):
@@ -273,32 +259,52 @@ def test_head_rows_are_kept_by_class_name(pretrained, known, classes, places, to
         assert report.reused == len(state)
 
 
-@pytest.mark.parametrize("classes", [None, ("x", "y")])
-def test_a_headless_source_gets_a_head(pretrained, classes):
-    source = pretrained(num_classes=0, classes=None, pooling="class_token_mean")
-    state, report = adapt_weights(source, changed(source, num_classes=2), classes=classes)
-    assert state["head.weight"].shape == (2, 96)
-    assert not state["head.weight"].any()
-    assert report.lines() == [f"{len(state) - 2} tensors reused; new: head (2 classes, zeros)"]
+BARE = {"num_classes": 0, "classes": None}
+CHANGED = "resized: {0} 3 -> 1 channels, {0} 8x8 -> 16x16 pixels".format("patch_embed.proj.weight")
 
 
-def test_a_network_without_a_head_leaves_it_out(pretrained):
+@pytest.mark.parametrize(
+    ("options", "change", "fresh", "line"),
+    [
+        ({}, {"num_classes": 4}, 2, "; new: head (4 classes, zeros); left out: head (5 classes)"),
+        ({}, {"num_classes": 0}, 0, "; left out: head (5 classes)"),
+        (BARE, {}, 0, ""),
+        (
+            {**BARE, "pooling": "class_token_mean"},
+            {"num_classes": 2},
+            2,
+            "; new: head (2 classes, zeros)",
+        ),
+        (
+            {},
+            {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10},
+            3,
+            f"; {CHANGED}; new: head (10 classes, zeros); left out: head (5 classes)",
+        ),
+        # other words for the same network
+        (
+            {},
+            {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"},
+            0,
+            "\nhead: all 5 classes kept",
+        ),
+    ],
+    ids=str,
+)
+def test_report_lists_every_change(pretrained, options, change, fresh, line):
+    source = pretrained(**options)
+    config = changed(source, **change)
+    state, report = adapt_weights(source, config)
+    build(state, config)
+    assert "\n".join(report.lines()) == f"{len(state) - fresh} tensors reused{line}"
+    if "num_classes" in change:
+        assert not any(state[name].any() for name in state if name.startswith("head."))
+
+
+def test_patches_and_positions_are_resized_together(pretrained):
     source = pretrained()
-    state, report = adapt_weights(source, changed(source, num_classes=0))
-    assert source.state.keys() - state.keys() == {"head.weight", "head.bias"}
-    assert report.lines() == [f"{len(state)} tensors reused; left out: head (5 classes)"]
-    neither = pretrained(num_classes=0, classes=None)
-    state, report = adapt_weights(neither, neither.config)
-    assert report.lines() == [f"{len(state)} tensors reused"]
-
-
-def test_another_number_of_classes_starts_from_zeros(pretrained):
-    source = pretrained()
-    state, report = adapt_weights(source, changed(source, num_classes=4))
-    assert rows(state, source, [None] * 4)
-    assert report.initialised == ("head (4 classes, zeros)",)
-    assert report.left_out == ("head (5 classes)",)
-    assert len(report.lines()) == 1
+    _, report = adapt_weights(source, changed(source, image_size=96, patch_size=16))
+    assert report.resized[1] == "pos_embed 4x4 -> 6x6"
 
 
 def test_new_zeros_are_not_shared(pretrained):
@@ -340,13 +346,6 @@ def test_incompatible_settings_raise(pretrained, change, message):
     with pytest.raises(WeightsError, match=message) as error:
         adapt_weights(source, changed(source, **change))
     assert "\n" not in str(error.value)
-
-
-def test_equivalent_settings_are_compatible(pretrained):
-    source = pretrained()
-    words = {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"}
-    state, report = adapt_weights(source, changed(source, **words))
-    assert report.reused == len(state)
 
 
 @pytest.mark.parametrize(
