@@ -401,7 +401,7 @@ def sklearn_neighbours(features):
 def change(folder, source) -> float:
     """The largest one of a weight of the first block."""
     ours, theirs = (load_run(each).model.blocks[0].attn.qkv.weight for each in (folder, source))
-    return float((ours - theirs).abs().max())
+    return float((ours - theirs).detach().abs().max())
 
 
 @pytest.mark.slow

@@ -299,15 +299,36 @@ def put(cache: Path, repository: str, files: dict[str, bytes], revision: str = "
 
 
 def files(config: object) -> dict[str, bytes]:
-    text = json.dumps(config).encode()
-    return {"config.json": text, "model.safetensors": SAVED}
+    known = {"config.json": json.dumps(config).encode()} if config else {}
+    return {**known, "model.safetensors": SAVED}
 
 
-@pytest.mark.parametrize("source", ["o/n", "hf/o/n", "hf-hub:o/n", "HF-Hub:o/n", "o/n@main"])
-def test_the_cache_is_enough(cache, source):
-    snapshot = put(cache, "o/n", files(VIT))
+QUICK = "vit_base_patch32_clip_quickgelu_224.openai"
+
+
+@pytest.mark.parametrize(
+    ("repository", "config", "source"),
+    [
+        ("o/n", VIT, "o/n"),
+        ("o/n", VIT, "hf/o/n"),
+        ("o/n", VIT, "HF-Hub:o/n"),
+        ("o/n", VIT, "o/n@main"),
+        # as requested, whatever config.json says, and without one, which timm does not fetch
+        (f"timm/{SMALL}", TIMM, f"timm/{SMALL}"),
+        (f"timm/{SMALL}", TIMM, "timm/vit_small_patch16_224"),
+        (f"timm/{SMALL}", None, f"timm/{SMALL}"),
+        (f"timm/{SMALL}", None, f"hf-hub:timm/{SMALL}"),
+        # two networks share a repository
+        (timm_network.find_entry(QUICK).hub_id, TIMM, f"timm/{QUICK}"),
+    ],
+)
+def test_the_cache_is_enough(cache, repository, config, source):
+    snapshot = put(cache, repository, files(config))
     found = locate_weights(source)
-    assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
+    kind = "huggingface" if config == VIT else "timm"
+    name = {"o/n": "o/n", f"timm/{SMALL}": SMALL}.get(repository, QUICK)
+    assert (found.kind, found.name, found.folder) == (kind, name, snapshot)
+    assert found.license == (None if config == VIT else "apache-2.0")
     assert found.notes == ()
     assert set(read_state(found.weights).tensors) == {"head.weight"}
 
@@ -327,30 +348,6 @@ def test_a_revision_of_the_cache(cache):
         assert locate_weights(f"o/n@{revision}").kind == "huggingface"
     assert "HF_HUB_OFFLINE is set" in refusal("o/n")  # its main branch is not here
     assert "--revision v3" in refusal("o/n@v3")
-
-
-@pytest.mark.parametrize("source", [f"timm/{SMALL}", "timm/vit_small_patch16_224"])
-def test_the_registry_of_timm_names_the_repository(cache, source):
-    put(cache, f"timm/{SMALL}", files(TIMM))
-    found = locate_weights(source)
-    assert (found.kind, found.name) == ("timm", SMALL)  # as requested, whatever config.json says
-    assert found.license == "apache-2.0"
-
-
-def test_timm_itself_fetches_no_config(cache):
-    put(cache, f"timm/{SMALL}", {"model.safetensors": SAVED})
-    for source in (f"timm/{SMALL}", f"hf-hub:timm/{SMALL}"):
-        found = locate_weights(source)
-        assert (found.kind, found.name, found.config) == ("timm", SMALL, None)
-        assert found.license == "apache-2.0"
-
-
-def test_two_networks_may_share_a_repository(cache):
-    name = "vit_base_patch32_clip_quickgelu_224.openai"
-    repository = timm_network.find_entry(name).hub_id
-    assert repository != f"timm/{name}"
-    put(cache, repository, files({**TIMM, "architecture": "vit_base_patch32_clip_224"}))
-    assert locate_weights(f"timm/{name}").name == name
 
 
 def test_a_name_that_timm_renamed():
