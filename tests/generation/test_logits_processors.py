@@ -186,8 +186,7 @@ class Same:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 7, "top_p": 0.9}],
+    "settings", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 7, "top_p": 0.9}]
 )
 def test_sampled_tokens_have_the_filtered_distribution(settings):
     logits = torch.tensor([[0.3, -50.0, 1.2, 0.1, -0.4, 2.0, 1.1, -1.5, 0.9, 0.0]])

@@ -21,12 +21,7 @@ from vit.model import layers, normalization
 from vit.model.build import assemble_decoder, build_classifier
 from vit.model.build import build_captioner as build_both
 from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
-from vit.model.decoder import (
-    RotaryTextPositions,
-    SinusoidalTextPositions,
-    TextDecoder,
-    WordDropout,
-)
+from vit.model.decoder import RotaryTextPositions, SinusoidalTextPositions, TextDecoder, WordDropout
 from vit.model.initialization import init_weights
 
 VOCAB, MOST, WORDS, SEEN = 13, 12, 9, 5

@@ -426,9 +426,7 @@ DROPPING = {"capacity_factor": 0.8, "router_priority": "score", "shared_expert":
 @pytest.mark.slow
 @pytest.mark.filterwarnings(*OLDER)
 @pytest.mark.parametrize(
-    ("options", "backend"),
-    [({}, "aot_eager"), (DROPPING, "aot_eager"), ({}, "inductor")],
-    ids=str,
+    ("options", "backend"), [({}, "aot_eager"), (DROPPING, "aot_eager"), ({}, "inductor")], ids=str
 )
 def test_compiles_as_one_graph_with_its_gradients(options, backend):
     model, images = network(**options), torch.randn(4, 3, 16, 16)

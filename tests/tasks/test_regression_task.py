@@ -96,11 +96,7 @@ class RegressionTally:
 
     def scores(self, run, totals):
         squared, absolute, count = totals
-        return {
-            "val_loss": squared / count,
-            "val_mae": absolute / count,
-            "chosen_by": "val_mae",
-        }
+        return {"val_loss": squared / count, "val_mae": absolute / count, "chosen_by": "val_mae"}
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.layers import (
-    resample_abs_pos_embed,
-    resample_patch_embed,
-    resize_rel_pos_bias_table,
-)
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
@@ -317,10 +313,7 @@ def test_new_zeros_are_not_shared(pretrained):
     ("change", "message"),
     [
         ({"depth": 3}, "depth=3: timm vit_small has depth=2; leave it out, or start without its"),
-        (
-            {"dim": 32, "norm": "rmsnorm"},
-            "dim=32: timm vit_small has dim=48; leave it out, or",
-        ),
+        ({"dim": 32, "norm": "rmsnorm"}, "dim=32: timm vit_small has dim=48; leave it out, or"),
         ({"hidden_dim": 100}, "hidden_dim=100: timm vit_small has hidden_dim=192;"),
         ({"registers": 1}, "registers=1: timm vit_small has registers=0"),
         ({"pooling": "mean"}, "pooling=mean: timm vit_small has pooling=class_token"),

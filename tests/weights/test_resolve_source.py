@@ -211,11 +211,7 @@ REMEDY = "give another path, hf/OWNER/NAME of the hub, or timm/NAME"
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
-        (
-            {"w.safetensors": SAVED, "config.json": b'{"model_'},
-            "",
-            "is no JSON.*again$",
-        ),
+        ({"w.safetensors": SAVED, "config.json": b'{"model_'}, "", "is no JSON.*again$"),
         ({"w.safetensors": SAVED, "config.json": b'{"hidden_size": 3}'}, "", "no known library"),
         ({"w.safetensors": SAVED, "config.json": b'{"pretrained_cfg": {}}'}, "", "no architecture"),
         ({"w.safetensors": SAVED, "config.json": b"[]"}, "", "no JSON object"),
@@ -226,11 +222,7 @@ REMEDY = "give another path, hf/OWNER/NAME of the hub, or timm/NAME"
         ({"cat.jpg": b"x"}, "", r"no file of weights \(it has cat.jpg\)"),
         ({}, "", "it has no files"),
         ({"run/model.safetensors": b"x", "a": b"x"}, "", "give one of its folders: .*run$"),
-        (
-            {"run/model.safetensors": b"x", "folds.json": b"{}"},
-            "",
-            "without --folds, or one",
-        ),
+        ({"run/model.safetensors": b"x", "folds.json": b"{}"}, "", "without --folds, or one"),
         ({}, "\x1b.pth", r"\\x1b.pth is not there"),
     ],
 )

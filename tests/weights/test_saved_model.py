@@ -33,11 +33,7 @@ def run(tmp_path, randomise) -> Path:
 
 
 def save(folder: Path, model: torch.nn.Module, **changes) -> None:
-    arguments = {
-        "config": Config(model=MODEL),
-        "classes": CLASSES,
-        "preprocessing": PREPROCESSING,
-    }
+    arguments = {"config": Config(model=MODEL), "classes": CLASSES, "preprocessing": PREPROCESSING}
     save_model(folder, model, **{**arguments, **changes})
 
 

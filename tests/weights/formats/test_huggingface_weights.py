@@ -105,11 +105,7 @@ CASES: dict[str, tuple[str, dict[str, object], Answer]] = {
     "data2vec": ("Data2VecVision", OWN | SHARED, logits),
     "data2vec without its pooler": ("Data2VecVisionModel", OWN, mean_patch),
     "data2vec class token": ("Data2VecVisionModel", {"use_mean_pooling": False}, first_token),
-    "beit masked": (
-        "BeitForMaskedImageModeling",
-        {**PLACES, "use_mask_token": True},
-        masked_beit,
-    ),
+    "beit masked": ("BeitForMaskedImageModeling", {**PLACES, "use_mask_token": True}, masked_beit),
     "dinov2": ("Dinov2Model", {}, pooled),
     "dinov2 classifier": ("Dinov2", {}, logits),
     "dinov2 gated": ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 3}, logits),

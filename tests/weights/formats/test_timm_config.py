@@ -18,14 +18,7 @@ from vit.weights.formats.timm_config import mlp_ratio, timm_config, timm_incompa
 from vit.weights.formats.timm_weights import read_timm
 from vit.weights.saved_model import save_model, to_timm
 
-SMALL = {
-    "image_size": 32,
-    "patch_size": 8,
-    "dim": 48,
-    "depth": 2,
-    "num_heads": 4,
-    "num_classes": 3,
-}
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4, "num_classes": 3}
 CLASSES = ("cat", "dog", "a b/c")
 PREPROCESSING = Preprocessing(
     image_size=(32, 32), crop_share=0.8, interpolation="bilinear", mean=(0.1, 0.2, 0.3)

@@ -11,9 +11,7 @@ from tests.weights.formats.test_timm_weights import SMALL, read, small_state
 from tests.weights.parity import parity_error
 from vit.errors import WeightsError
 from vit.model.build import assemble_model, check_fit
-from vit.weights.adapt_weights import (
-    adapt_weights,
-)
+from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats import timm_network
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.timm_network import MODULES
@@ -126,11 +124,7 @@ def test_whole_networks_equal_timms(name, randomise):
 @pytest.mark.parametrize("size", [24, 56])
 @pytest.mark.parametrize(
     "name",
-    [
-        "vit_tiny_patch16_224",
-        "vit_small_patch16_dinov3",
-        "vit_medium_patch16_rope_reg1_gap_256",
-    ],
+    ["vit_tiny_patch16_224", "vit_small_patch16_dinov3", "vit_medium_patch16_rope_reg1_gap_256"],
 )
 def test_networks_equal_timms_at_other_sizes(name, size, randomise):
     args = {**SMALL, "num_classes": 7}
@@ -142,10 +136,7 @@ def test_networks_equal_timms_at_other_sizes(name, size, randomise):
 @pytest.mark.parametrize("size", [64, 48, 24])
 @pytest.mark.parametrize(
     ("name", "args"),
-    [
-        ("beit_base_patch16_224", {}),
-        ("vit_relpos_base_patch16_224", {"rel_pos_type": "bias"}),
-    ],
+    [("beit_base_patch16_224", {}), ("vit_relpos_base_patch16_224", {"rel_pos_type": "bias"})],
 )
 def test_relative_positions_equal_timms_at_other_sizes(name, args, size, randomise):
     """timm resizes tables when a checkpoint is for another size; so does loading here."""

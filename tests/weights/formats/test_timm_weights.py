@@ -46,13 +46,8 @@ def test_metadata_of_config_json_is_read(state):
     assert found.classes == ("a", "b", "c")
     assert found.license == "apache-2.0"
     assert found.origin == "timm vit_tiny_patch16_224"
-    expected = Preprocessing(
-        image_size=(32, 32),
-        crop_share=0.875,
-        interpolation="bilinear",
-        mean=(0.1, 0.2, 0.3),
-        std=(0.5, 0.6, 0.7),
-    )
+    read_as = {"image_size": (32, 32), "crop_share": 0.875, "interpolation": "bilinear"}
+    expected = Preprocessing(**read_as, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
     assert found.preprocessing == expected
     squashed = read(state, pretrained_cfg={**ABOUT, "crop_mode": "squash"}).preprocessing
     assert squashed == replace(expected, resize="squash")
