@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from vit.generation.generate import generate
 from vit.generation.generation_config import Search
 
 BEGIN, END = 0, 1
@@ -65,6 +66,15 @@ class Table:
             float(self.log_probs(image, whole[:place], penalty)[word])
             for place, word in enumerate(whole)
         )
+
+
+def run(search: Search, images: list[int], vocab: int = 9, **settings) -> tuple[list, Table]:
+    """What `generate` makes of a table, and the table that was asked."""
+    table = Table(images, vocab, **settings)
+    answers = generate(
+        table, rows=len(images), begin=BEGIN, end=END, search=search, image_indices=images
+    )
+    return answers, table
 
 
 def every_sentence(table: Table, image: int, search: Search) -> list[tuple[float, tuple, bool]]:

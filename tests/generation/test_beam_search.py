@@ -2,17 +2,11 @@
 
 import pytest
 
-from tests.generation.tables import BEGIN, END, Table, every_sentence, narrow_search
+from tests.generation.tables import BEGIN, END, Table, every_sentence, narrow_search, run
 from vit.generation.beam_search import beam_search
-from vit.generation.generate import generate
 from vit.generation.generation_config import Search
 
 PENALTIES = [-1.0, 0.0, 0.6, 1.0, 2.0]
-
-
-def run(search, images, vocab, **settings):
-    table = Table(images, vocab, **settings)
-    return generate(table, rows=len(images), begin=BEGIN, end=END, search=search), table
 
 
 @pytest.mark.parametrize("limits", [(0, 4), (1, 3), (2, 4), (3, 3)])

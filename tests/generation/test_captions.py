@@ -107,30 +107,6 @@ def test_captions_do_not_depend_on_batches_or_unreadable_images(
     assert scores(mixed) == pytest.approx(scores(plain), abs=1e-4)
 
 
-def test_several_captions_are_ordered_by_score(run, input_images):
-    search = Search(beams=4, n_best=4, length_penalty=0.0)
-    found = Predictor(run, precision="fp32", search=search)(input_images)
-    for prediction in found:
-        numbers = [caption.score for caption in prediction.captions]
-        assert numbers == sorted(numbers, reverse=True)
-        assert (prediction.caption, prediction.score) == (
-            prediction.captions[0].text,
-            numbers[0],
-        )
-        assert len({caption.ids for caption in prediction.captions}) == 4
-
-
-def test_sampling_is_seeded_by_the_index_in_the_whole_list(run, input_images):
-    search = Search(temperature=2.0, seed=3)
-    many = [input_images[0]] * 6
-    small = Predictor(run, batch_size=2, precision="fp32", search=search)(many)
-    large = Predictor(run, batch_size=8, precision="fp32", search=search)(many)
-    assert texts(small) == texts(large)
-    assert len({prediction.caption for prediction in small}) > 3
-    again = Search(temperature=2.0, seed=4)
-    assert texts(Predictor(run, precision="fp32", search=again)(many)) != texts(small)
-
-
 @pytest.mark.auto_precision
 def test_padding_images_get_no_caption(run, input_images, bad_images, monkeypatch):
     rows, write = [], generate.generate_captions
@@ -219,15 +195,18 @@ def test_another_patch_size_changes_the_encoder_only(both, input_images):
 
 
 @pytest.mark.auto_precision
-def test_unsupported_settings_are_refused(run, tiny_run):
-    with pytest.raises(ConfigError, match=r"beams=3, min_tokens=2: .*writes no captions"):
-        Predictor(tiny_run, search=Search(beams=3, min_tokens=2))
-    with pytest.raises(ConfigError, match=r"search: .*writes no captions"):
-        Predictor(tiny_run, search=Search())
-    with pytest.raises(ConfigError, match="max_tokens=10: this decoder writes at most 9"):
-        Predictor(run, search=Search(max_tokens=10))
-    with pytest.raises(ConfigError, match="min_tokens=10: this decoder writes at most 9"):
-        Predictor(run, search=Search(min_tokens=10))
+@pytest.mark.parametrize(
+    ("source", "search", "message"),
+    [
+        ("tiny_run", {"beams": 3, "min_tokens": 2}, "beams=3, min_tokens=2: .*writes no captions"),
+        ("tiny_run", {}, "search: .*writes no captions"),
+        ("run", {"max_tokens": 10}, "max_tokens=10: this decoder writes at most 9"),
+        ("run", {"min_tokens": 10}, "min_tokens=10: this decoder writes at most 9"),
+    ],
+)
+def test_unsupported_settings_are_refused(request, source, search, message):
+    with pytest.raises(ConfigError, match=message):
+        Predictor(request.getfixturevalue(source), search=Search(**search))
 
 
 @torch.no_grad()

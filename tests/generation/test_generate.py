@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.generation.tables import BEGIN, END, Table
+from tests.generation.tables import BEGIN, END, Table, run
 from vit.errors import WeightsError
 from vit.generation.generate import generate
 from vit.generation.generation_config import Hypothesis, Search
@@ -16,14 +16,6 @@ KINDS = {
     "drawn": DRAWN,
     "beams": Search(beams=3, n_best=2, max_tokens=12),
 }
-
-
-def run(search, images, *, vocab=9, **settings):
-    table = Table(images, vocab, **settings)
-    answers = generate(
-        table, rows=len(images), begin=BEGIN, end=END, search=search, image_indices=images
-    )
-    return answers, table
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,11 +22,3 @@ def test_contradicting_settings_are_refused_in_one_line(settings, says):
         Search(**settings)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_consistent_settings_are_accepted():
-    assert Search() == Search(beams=1, temperature=0.0)
-    beams = Search(beams=5, n_best=5, length_penalty=-1.0, repetition_penalty=1.2, min_tokens=0)
-    assert (beams.n_best, beams.length_penalty) == (5, -1.0)
-    sampling = Search(temperature=0.7, top_k=50, top_p=0.9, seed=3, min_tokens=4, max_tokens=4)
-    assert (sampling.top_k, sampling.min_tokens) == (50, 4)

@@ -115,6 +115,11 @@ def test_beam_search_equals_transformers(gpt2, min_tokens, beams, n_best, penalt
     ("settings", "processors"),
     [
         ({"temperature": 0.7}, [theirs.TemperatureLogitsWarper(0.7)]),
+        ({"temperature": 1.0, "min_tokens": 6}, []),
+        (
+            {"temperature": 1.0, "min_tokens": 7},
+            [theirs.MinNewTokensLengthLogitsProcessor(0, 7, END)],
+        ),
         ({"temperature": 1.0, "top_k": 9}, [theirs.TopKLogitsWarper(9)]),
         ({"temperature": 1.0, "top_p": 0.75}, [theirs.TopPLogitsWarper(0.75)]),
         (
@@ -144,21 +149,6 @@ def test_top_k_and_top_p_equal_transformers(settings, processors):
     assert torch.equal(ours[sure] > 0, expected[sure] > 0)
     if search.top_k or search.top_p < 1:
         assert torch.equal(ours > 0, expected > 0)
-
-
-@pytest.mark.parametrize("min_tokens", [0, 3, 4, 5])
-def test_penalty_and_minimum_length_equal_transformers(min_tokens):
-    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
-    written = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(2))
-    for penalty in (1.0, 1.2, 5.0):
-        limits = LogitsProcessor(Search(min_tokens=min_tokens, repetition_penalty=penalty), end=END)
-        expected = LogitsProcessorList(
-            [
-                theirs.RepetitionPenaltyLogitsProcessor(penalty),
-                theirs.MinNewTokensLengthLogitsProcessor(0, min_tokens, END),
-            ]
-        )(written, logits.clone())
-        assert torch.equal(limits(logits, written), expected)
 
 
 def test_stable_topk_equals_a_stable_sort():
@@ -196,8 +186,7 @@ class Same:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 7, "top_p": 0.9}],
+    "settings", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 7, "top_p": 0.9}]
 )
 def test_sampled_tokens_have_the_filtered_distribution(settings):
     logits = torch.tensor([[0.3, -50.0, 1.2, 0.1, -0.4, 2.0, 1.1, -1.5, 0.9, 0.0]])

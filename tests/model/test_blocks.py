@@ -28,17 +28,21 @@ SMALL = ModelConfig(dim=DIM, num_heads=HEADS)
 NORM = partial(nn.LayerNorm, eps=1e-6)
 
 
+@torch.no_grad()
+def stir(block: nn.Module) -> None:
+    for parameter in block.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
 @pytest.mark.parametrize("kind", [PreNormBlock, PostNormBlock])
 def test_block_equals_torch(kind, tokens):
     block = kind(
         SelfAttention(SMALL),
         MLP(DIM, HIDDEN),
-        norm=partial(nn.LayerNorm, DIM, eps=1e-6),
+        norm=partial(NORM, DIM),
         scales=(nn.Identity(), nn.Identity()),
     )
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+    stir(block)
     reference = nn.TransformerEncoderLayer(
         DIM,
         HEADS,
@@ -64,14 +68,12 @@ def test_block_equals_torch(kind, tokens):
 
 
 def test_parallel_block_equals_timm(tokens):
-    norm = partial(nn.LayerNorm, DIM, eps=1e-6)
     scales = (LayerScale(DIM, 0.5), LayerScale(DIM, 2.0))
-    block = ParallelBlock(SelfAttention(SMALL), MLP(DIM, 4 * DIM), norm=norm, scales=scales)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-        # theirs has one scale for the sum of both parts
-        block.ls1.gamma.copy_(block.ls2.gamma)
+    block = ParallelBlock(
+        SelfAttention(SMALL), MLP(DIM, 4 * DIM), norm=partial(NORM, DIM), scales=scales
+    )
+    stir(block)
+    block.ls1.gamma.data.copy_(block.ls2.gamma)  # theirs has one scale for the sum of both parts
     theirs = ParallelScalingBlock(
         DIM, HEADS, qkv_bias=True, init_values=1.0, norm_layer=NORM, fuse_out_proj=True
     )
@@ -90,13 +92,12 @@ def test_parallel_block_equals_timm(tokens):
 
 
 def test_sandwich_block_normalises_before_and_after_each_part(tokens):
-    norm = partial(nn.LayerNorm, DIM, eps=1e-6)
     scales = (nn.Identity(), nn.Identity())
-    block = SandwichNormBlock(SelfAttention(SMALL), MLP(DIM, HIDDEN), norm=norm, scales=scales)
+    block = SandwichNormBlock(
+        SelfAttention(SMALL), MLP(DIM, HIDDEN), norm=partial(NORM, DIM), scales=scales
+    )
     block.double()
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
+    stir(block)
     state = block.state_dict()
 
     def normed(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from itertools import combinations, product
 from typing import get_args, get_type_hints
 
-import onnxruntime
 import pytest
 import timm
 import torch
@@ -156,14 +155,10 @@ def test_create_model_accepts_settings():
     [
         ("vit_tinny_patch16_224", {}, "vit_tiny_patch16_224"),
         ("vit_tiny_patch16_224", {"depht": 3}, "depht is not a model setting; did you mean depth"),
-        ("vit_tiny_patch16_224", {"zzz": 3}, "zzz is not a model setting; choose from image_size"),
-        ("vit_tiny_patch16_224", {"lr": 1.0}, "lr is not a model setting"),
         ("vit_tiny_patch16_224", {"decoder_depth": 1}, "decoder_depth is not a model setting"),
         ("vit_tiny_patch16_224", {"pretrained": True}, "vit.from_pretrained.* opens pretrained"),
         ("vit_tiny_patch16_224", {"img_size": 32, "image_size": 32}, "image_size is given twice"),
         (5, {}, "name=5: give a preset"),
-        ("vit_tiny_patch16_224", {"num_heads": 5}, "does not split"),
-        ("vit_tiny_patch16_224", {"image_size": 225}, "not a multiple of patch_size=16"),
     ],
 )
 def test_create_model_refuses_unknown_names_and_settings(name, settings, message):
@@ -205,6 +200,8 @@ def test_repeated_blocks_equal_a_deeper_network_with_their_weights():
         ({"merge_tokens": 2, "norm_order": "post"}, "merge_tokens=2: .* not norm_order=post"),
         ({"merge_tokens": 2, "parallel_blocks": True}, "merge_tokens=2: .* not parallel_blocks"),
         ({"position": "relative", "merge_tokens": 2}, "merge_tokens.* needs the whole grid"),
+        ({"position": "relative", "patch_dropout": 0.5}, "patch_dropout.* needs the whole grid"),
+        ({"position": "rotary", "dim": 24}, "multiple of 4 in each head"),
         ({"stem_depth": 2}, "stem_depth=2: stem=linear does not read it; stem=conv does"),
         (
             {"stem": "conv", "patch_size": 12, "image_size": 48},
@@ -298,8 +295,8 @@ def channels(options) -> int:
     return options.get("channels", 3)
 
 
-# Networks with many options each. To export or compile one takes seconds: the default suite does it
-# with one, the slow one with all of these and MORE_MIXTURES, which together have all of OPTIONS.
+# Networks with many options each, which together have all of OPTIONS: to compile or export one
+# takes seconds.
 MIXTURES = [
     {"registers": 2, "qk_norm": True, "norm": "rmsnorm", "feedforward": "swiglu"},
     {"position": "rotary", "pooling": "mean", "norm_order": "sandwich", "num_kv_heads": 2},
@@ -343,7 +340,6 @@ MORE_MIXTURES = [
     {"hidden_dim": 40, "channels": 4},
     {"stem": "conv", "stem_depth": 4, "position": "rotary", "channels": 4},
 ]
-QUICK = [MIXTURES[5]]
 
 
 def test_the_mixtures_have_every_option():
@@ -368,31 +364,6 @@ def test_exports_with_any_batch(options):
     for count in (1, 5):
         images = torch.randn(count, 3, 16, 16)
         torch.testing.assert_close(program.module()(images), model(images))
-
-
-EACH = QUICK + [
-    pytest.param(options, marks=pytest.mark.slow, id=str(options))
-    for options in MIXTURES + SHORTER + [one for one in OPTIONS if "channels" in one]
-    if options not in QUICK
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", EACH, ids=str)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.onnx, on names of its own
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@torch.no_grad()
-def test_a_conv_stem_runs_in_onnxruntime_with_any_batch(options, tmp_path):
-    model = random_network(options).eval()
-    batch = {0: torch.export.Dim("batch", min=1, max=64)}
-    example = torch.randn(3, channels(options), 16, 16)
-    path = tmp_path / "model.onnx"
-    torch.onnx.export(model, (example,), path, dynamo=True, dynamic_shapes=(batch,), verbose=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    for count in (1, 2, 5):
-        images = torch.randn(count, channels(options), 16, 16)
-        (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-        torch.testing.assert_close(torch.from_numpy(logits), model(images), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

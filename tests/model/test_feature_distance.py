@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import vit
 from vit.model.feature_distance import (
@@ -50,10 +51,7 @@ def test_the_distance_is_numpys():
 def test_the_farther_of_both_parts_counts_in_units_of_held_out_images():
     train, held_out, others = features(400), features(200, 1), features(50, 2)
     distance = complete(train, held_out)
-    parts = [
-        MahalanobisDistance.fit(train.means),
-        MahalanobisDistance.fit(train.pooled[:, None]),
-    ]
+    parts = [MahalanobisDistance.fit(train.means), MahalanobisDistance.fit(train.pooled[:, None])]
     scores = []
     for part, ours, theirs in zip(parts, held_out, others, strict=True):
         known, found = (part(x if x.ndim == 3 else x[:, None]) for x in (ours, theirs))
@@ -80,16 +78,9 @@ def test_a_loaded_distance_is_the_same():
 
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_features_are_those_of_the_network(repeats):
-    model = vit.create_model(
-        "vit_tiny_patch16_224",
-        image_size=16,
-        patch_size=8,
-        dim=32,
-        depth=2,
-        num_heads=2,
-        num_classes=3,
-        repeat_blocks=repeats,
-    ).eval()
+    sizes = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2}
+    model = vit.create_model("vit_tiny_patch16_224", **sizes, num_classes=3, repeat_blocks=repeats)
+    nn.init.normal_(model.eval().head.weight)
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         tokens, context, found = encode_with_features(model, images)

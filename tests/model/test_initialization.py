@@ -46,13 +46,8 @@ def test_a_parameter_without_a_rule_is_refused():
         init_weights(model)
 
 
-def test_the_same_seed_gives_the_same_weights():
-    for ours, again in zip(build().parameters(), build().parameters(), strict=True):
-        assert torch.equal(ours, again)
-
-
 def test_initial_weights_have_the_distributions_of_the_jax_vit():
-    model = build(dim=256, registers=4)
+    model = build(dim=256, registers=4, layer_scale=0.25)
     block = model.blocks[0]
     # uniform in +-sqrt(6 / (fan_in + fan_out)) has this standard deviation
     square, wide = math.sqrt(2 / (256 + 256)), math.sqrt(2 / (256 + 1024))
@@ -72,6 +67,7 @@ def test_initial_weights_have_the_distributions_of_the_jax_vit():
     zeros = [model.head.weight, model.head.bias, model.cls_token, block.attn.qkv.bias]
     assert not any(tensor.any() for tensor in zeros)
     assert bool((block.norm1.weight == 1).all())
+    assert bool((block.ls2.gamma == 0.25).all())
 
 
 def test_packed_and_separate_swiglu_have_the_same_initialisation():
@@ -82,9 +78,3 @@ def test_packed_and_separate_swiglu_have_the_same_initialisation():
     bound = math.sqrt(6 / sum(separate.fc1_g.weight.shape))
     for matrix in (separate.fc1_g.weight, separate.fc1_x.weight, *packed.fc1.weight.chunk(2)):
         assert 0.9 * bound < matrix.abs().max() <= bound
-
-
-def test_layer_scales_are_initialised_to_their_value():
-    model = build(layer_scale=0.25)
-    init_weights(model)
-    assert bool((model.blocks[1].ls2.gamma == 0.25).all())

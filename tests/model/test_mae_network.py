@@ -19,16 +19,8 @@ from vit.model.position_embedding import sinusoidal_2d
 from vit.weights.formats.huggingface_weights import VIT_NAMES
 from vit.weights.formats.state_dict_names import fuse_qkv
 
-SETTINGS = ModelConfig(
-    image_size=16,
-    patch_size=4,
-    dim=32,
-    depth=2,
-    num_heads=2,
-    position="sinusoidal_2d",
-    norm_eps=1e-12,
-    num_classes=0,
-)
+SMALL = {"image_size": 16, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 2}
+SETTINGS = ModelConfig(**SMALL, position="sinusoidal_2d", norm_eps=1e-12, num_classes=0)
 METHOD = PretrainingConfig(mae_decoder_dim=32, mae_decoder_depth=2)
 
 
@@ -62,20 +54,11 @@ def ours_from(theirs):
 @pytest.mark.parametrize("normalise", [True, False])
 def test_masks_loss_and_gradients_equal_transformers(normalise):
     transformers = pytest.importorskip("transformers")
-    config = transformers.ViTMAEConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        image_size=16,
-        patch_size=4,
-        decoder_hidden_size=32,
-        decoder_num_hidden_layers=2,
-        decoder_num_attention_heads=1,
-        decoder_intermediate_size=128,
-        norm_pix_loss=normalise,
-        attn_implementation="eager",
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 128}
+    decoder = {f"decoder_{name}": size for name, size in sizes.items()}
+    sizes |= {"num_attention_heads": 2, "decoder_num_attention_heads": 1}
+    sizes |= {"image_size": 16, "patch_size": 4, "norm_pix_loss": normalise}
+    config = transformers.ViTMAEConfig(**sizes, **decoder, attn_implementation="eager")
     torch.manual_seed(0)
     theirs = transformers.ViTMAEForPreTraining(config).eval()
     for part in (*theirs.modules(), *theirs.parameters()):  # else their positions stay zero

@@ -5,7 +5,6 @@ import torch
 from timm.layers import PatchDropoutWithIndices
 
 from vit.config import ModelConfig
-from vit.errors import ConfigError
 from vit.model.attention import AttentionContext
 from vit.model.build import build_classifier
 from vit.model.patch_dropout import PatchDropout, gather_tokens
@@ -97,8 +96,3 @@ def test_patch_dropout_compiles_as_one_graph_and_uses_torch_s_generator(position
     assert torch.equal(outputs[2], outputs[0])
     assert not torch.equal(model(images), outputs[0])
     assert model.forward_features(images).shape == (2, 1 + 8 - merge_tokens, 32)
-
-
-def test_relative_positions_are_refused_without_the_whole_grid():
-    with pytest.raises(ConfigError, match=r"patch_dropout.*position=relative needs the whole grid"):
-        ModelConfig(**SMALL, position="relative", patch_dropout=0.5)

@@ -18,6 +18,8 @@ from vit.model.position_embedding import (
     sinusoidal_2d,
 )
 
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 1, "num_heads": 2, "num_classes": 2}
+
 
 def test_sinusoidal_2d_equals_timm_with_rows_and_columns_exchanged():
     theirs = timm.layers.build_sincos2d_pos_embed([3, 5], 32, interleave_sin_cos=True)
@@ -66,12 +68,11 @@ def test_a_network_without_positions_adds_nothing_to_its_tokens():
 
 @pytest.mark.parametrize("position", ["sinusoidal_2d", "sinusoidal_1d", "rotary"])
 def test_tables_of_another_size_are_made_once(position, monkeypatch):
-    sizes = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 1, "num_heads": 2}
-    network = build_classifier(ModelConfig(**sizes, num_classes=2, position=position))
+    network = build_classifier(ModelConfig(**SMALL, position=position))
     small = torch.randn(2, 3, 16, 16)
     with torch.inference_mode():
         first = network(small)
-    fresh = build_classifier(ModelConfig(**sizes, num_classes=2, position=position))
+    fresh = build_classifier(ModelConfig(**SMALL, position=position))
     fresh.load_state_dict(network.state_dict())
     part = network.rotary if position == "rotary" else network.positions
     makes = "padded_angles" if position == "rotary" else "encoded"
@@ -90,8 +91,7 @@ def test_tables_of_another_size_are_made_once(position, monkeypatch):
 
 @pytest.mark.parametrize("position", ["sinusoidal_2d", "rotary"])
 def test_nothing_is_kept_of_a_traced_network(position):
-    sizes = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 1, "num_heads": 2}
-    network = build_classifier(ModelConfig(**sizes, num_classes=2, position=position)).eval()
+    network = build_classifier(ModelConfig(**SMALL, position=position)).eval()
     small = torch.randn(2, 3, 16, 16)
     exported = torch.export.export(network, (small,)).module()
     with FakeTensorMode(allow_non_fake_inputs=True):

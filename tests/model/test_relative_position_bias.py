@@ -11,21 +11,11 @@ from torch import nn
 from vit.config import ModelConfig
 from vit.model.attention import AttentionContext, SelfAttention
 from vit.model.build import build_classifier
-from vit.model.relative_position_bias import (
-    RelativePositionBias,
-    resize_bias_table,
-)
+from vit.model.relative_position_bias import RelativePositionBias, resize_bias_table
 
 HEADS = 4
-SMALL = {
-    "image_size": 32,
-    "patch_size": 8,
-    "dim": 32,
-    "depth": 2,
-    "num_heads": HEADS,
-    "num_classes": 3,
-    "position": "relative",
-}
+SMALL = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": HEADS}
+SMALL |= {"num_classes": 3, "position": "relative"}
 PREFIXES = (0, 1, 3)
 
 

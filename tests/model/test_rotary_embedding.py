@@ -6,8 +6,6 @@ import math
 import pytest
 import torch
 
-from vit.config import ModelConfig
-from vit.errors import ConfigError
 from vit.model.rotary_embedding import (
     RotaryEmbedding,
     Rotation,
@@ -68,8 +66,3 @@ def test_a_rotation_keeps_norms_and_the_dtype():
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float().norm(dim=-1), x.float().norm(dim=-1), atol=0.05, rtol=0)
     assert torch.equal(Rotation(torch.zeros(9, HEAD_DIM // 2))(x), x)
-
-
-def test_rope_refuses_heads_whose_width_is_no_multiple_of_four():
-    with pytest.raises(ConfigError, match="multiple of 4 in each head"):
-        ModelConfig(dim=12, num_heads=2, position="rotary")

@@ -92,23 +92,22 @@ def test_packed_attention_equals_a_block_diagonal_mask():
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     mixed = PackedAttention(lengths, query.device)(query, key, value)
     torch.testing.assert_close(mixed, expected)
-    seed = torch.randn_like(mixed)
-    for ours, theirs in zip(
-        torch.autograd.grad(mixed, (query, key, value), seed),
-        torch.autograd.grad(expected, (query, key, value), seed),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
+    seed, inputs = torch.randn_like(mixed), (query, key, value)
+    ours, theirs = (torch.autograd.grad(each, inputs, seed) for each in (mixed, expected))
+    torch.testing.assert_close(ours, theirs)
     with pytest.raises(ConfigError, match="packed images have no mask"):
         PackedAttention(lengths, query.device)(query, key, value, mask=mask)
 
 
-def test_attention_dropout_and_dropout_work_in_training():
-    model = network(attention_dropout=0.3, dropout=0.1).train()
-    first, second = model.forward_packed(input_images()), model.forward_packed(input_images())
-    assert not torch.equal(first, second)
-    model.eval()
-    torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))
+@pytest.mark.parametrize(
+    "settings", [{"attention_dropout": 0.3, "dropout": 0.1}, {"drop_path": 0.2}]
+)
+def test_dropout_acts_only_in_training(settings):
+    model, images = network(**settings), input_images()
+    torch.testing.assert_close(model.forward_packed(images), alone(model, images))
+    if "dropout" in settings:
+        model.train()
+        assert not torch.equal(model.forward_packed(images), model.forward_packed(images))
 
 
 def test_packing_works_in_bfloat16_under_autocast():
@@ -128,20 +127,20 @@ def test_networks_without_pooling_have_no_packed_features():
     )
 
 
-def test_parts_that_would_mix_packed_images_are_refused():
-    model = network(drop_path=0.2)
-    torch.testing.assert_close(model.forward_packed(input_images()), alone(model, input_images()))
-    with pytest.raises(ConfigError, match="cannot be packed with drop_path: it skips whole images"):
-        model.train().forward_packed(input_images())
-    model = network(position="relative")
-    with pytest.raises(ConfigError, match="cannot be packed with position=relative"):
-        model.forward_packed(input_images())
-    model = network(feedforward="moe", capacity_factor=1.0)
-    with pytest.raises(ConfigError, match="cannot be packed with capacity_factor"):
-        model.forward_packed(input_images())
-    model = network()
-    model.blocks[1].__class__ = type("Merging", (PreNormBlock,), {})
-    with pytest.raises(ConfigError, match="cannot be packed with merge_tokens"):
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"drop_path": 0.2}, "drop_path: it skips whole images"),
+        ({"position": "relative"}, "position=relative"),
+        ({"feedforward": "moe", "capacity_factor": 1.0}, "capacity_factor"),
+        ({}, "merge_tokens"),
+    ],
+)
+def test_parts_that_would_mix_packed_images_are_refused(settings, part):
+    model = network(**settings).train()
+    if not settings:
+        model.blocks[1].__class__ = type("Merging", (PreNormBlock,), {})
+    with pytest.raises(ConfigError, match=f"cannot be packed with {part}"):
         model.forward_packed(input_images())
 
 
@@ -188,13 +187,9 @@ def test_the_variable_length_kernel_equals_the_split(monkeypatch, dtype, head_di
     monkeypatch.setattr(sequence_packing, "supports_varlen", lambda _: False)
     split = attention(query, key, value)
     torch.testing.assert_close(fused, split, rtol=0.02, atol=0.02)
-    seed = torch.randn_like(split)
-    for ours, theirs in zip(
-        torch.autograd.grad(fused, (query, key, value), seed),
-        torch.autograd.grad(split, (query, key, value), seed),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    seed, inputs = torch.randn_like(split), (query, key, value)
+    ours, theirs = (torch.autograd.grad(each, inputs, seed) for each in (fused, split))
+    torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.gpu

@@ -8,37 +8,25 @@ from vit.config.settings import PRETRAINING_TASKS
 from vit.data.image_objects import to_rgb_image
 from vit.training.train import train
 
+TINY = {"image_size": 16, "dim": 16, "num_heads": 2, "warmup_epochs": 0.5, "precision": "fp32"}
+TINY |= {"device": "cpu", "workers": 0}
+ENCODER = {"patch_size": 4, "depth": 2, "pooling": "mean", "class_token": False}
+ENCODER |= {"position": "sinusoidal_2d"}
+PROJECTOR = {"projector_dim": 8, "projector_hidden_dim": 16}
+OWN = {
+    "simclr": PROJECTOR,
+    "lejepa": {**PROJECTOR, "sigreg_projections": 16, "local_views": 4},
+    "dino": {**PROJECTOR, "prototypes": 32, "local_views": 4},
+    "mae": {},
+}
+
 
 @pytest.fixture(scope="session")
 def config_of(tiny_pretraining_data):
     def build(method, **changes):
-        settings = {
-            "task": method,
-            "data": str(tiny_pretraining_data),
-            "image_size": 16,
-            "patch_size": 4,
-            "dim": 16,
-            "depth": 2,
-            "num_heads": 2,
-            "pooling": "mean",
-            "class_token": False,
-            "position": "sinusoidal_2d",
-            "epochs": 2,
-            "warmup_epochs": 0.5,
-            "batch_size": 12,
-            "lr": 3e-3,
-            "val_share": 0.3,
-            "precision": "fp32",
-            "device": "cpu",
-            "workers": 0,
-        }
-        if method in ("simclr", "lejepa", "dino"):
-            settings |= {"projector_dim": 8, "projector_hidden_dim": 16}
-        if method == "lejepa":
-            settings |= {"sigreg_projections": 16, "local_views": 4}
-        if method == "dino":
-            settings |= {"prototypes": 32, "local_views": 4}
-        return make_config({**settings, **changes})
+        run = {"task": method, "data": str(tiny_pretraining_data), "epochs": 2, "batch_size": 12}
+        run |= {"lr": 3e-3, "val_share": 0.3}
+        return make_config({**TINY, **ENCODER, **OWN[method], **run, **changes})
 
     return build
 

@@ -107,9 +107,7 @@ def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_
         report=False,
     )
     assert done.classes == ("blue", "red")
-    ours, theirs = (load_run(folder).model for folder in (done.folder, pretrained[method]))
-    changed = (ours.blocks[0].attn.qkv.weight - theirs.blocks[0].attn.qkv.weight).abs().max()
-    assert 0 < changed < 0.02
+    assert 0 < change(done.folder, pretrained[method]) < 0.02
     assert not (done.folder / "pretraining.safetensors").exists()
 
 
@@ -179,39 +177,30 @@ def test_class_folders_give_a_knn_accuracy_and_nothing_else(
 
 
 def test_only_images_whose_features_are_compared_are_encoded(config_of, tmp_path, monkeypatch):
-    encoded = []
-    forward = pretraining.forward
+    """SimCLR validates two whole views of each."""
+    encoded, views, forward = [], [], pretraining.forward
+    joint = JointEmbedding.forward
 
     def counted(run, images):
         encoded.append(len(images))
         return forward(run, images)
 
-    monkeypatch.setattr(pretraining, "forward", counted)
-    monkeypatch.setattr(pretraining, "MOST_FEATURES", 4)
-    config = config_of("mae", epochs=1, warmup_epochs=0.0)
-    folder = train(config, tmp_path / "run", report=False).folder
-    images = events(folder)[0]["val_images"]
-    assert images > 4
-    assert sum(encoded) == len(pretraining.compared(range(images)))
-
-
-def test_simclr_validates_two_whole_views_of_the_images_that_are_compared(
-    config_of, tmp_path, monkeypatch
-):
-    seen, forward = [], JointEmbedding.forward
-
-    def counted(network, images):
+    def counted_views(network, images):
         if not network.training and not isinstance(images, torch.Tensor):
-            seen.append([len(views) for views in images])
-        return forward(network, images)
+            views.append([len(each) for each in images])
+        return joint(network, images)
 
-    monkeypatch.setattr(JointEmbedding, "forward", counted)
+    monkeypatch.setattr(pretraining, "forward", counted)
+    monkeypatch.setattr(JointEmbedding, "forward", counted_views)
     monkeypatch.setattr(pretraining, "MOST_FEATURES", 4)
-    config = config_of("simclr", epochs=1, warmup_epochs=0.0, local_views=2)
-    folder = train(config, tmp_path / "run", report=False).folder
-    images = events(folder)[0]["val_images"]
-    assert images == 11
-    assert seen == [[2 * len(pretraining.compared(range(images)))]]
+    chosen = len(pretraining.compared(range(11)))
+    for method, changes in (("mae", {}), ("simclr", {"local_views": 2})):
+        config = config_of(method, epochs=1, warmup_epochs=0.0, **changes)
+        folder = train(config, tmp_path / method, report=False).folder
+        assert events(folder)[0]["val_images"] == 11
+        assert sum(encoded) == chosen
+        encoded.clear()
+    assert views == [[2 * chosen]]
 
 
 @pytest.mark.parametrize(
@@ -409,15 +398,17 @@ def sklearn_neighbours(features):
     return found.kneighbors(features, return_distance=False)[:, 1:]
 
 
+def change(folder, source) -> float:
+    """The largest one of a weight of the first block."""
+    ours, theirs = (load_run(each).model.blocks[0].attn.qkv.weight for each in (folder, source))
+    return float((ours - theirs).detach().abs().max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_pretraining_goes_on_from_other_weights(pretrained, config_of, tmp_path, method):
-    chosen = {"epochs": 1, "lr": 1e-4, "weights": str(pretrained[method])}
-    config = config_of(method, **chosen)
-    done = train(config, tmp_path / "run")
-    ours, theirs = (load_run(folder).model for folder in (done.folder, pretrained[method]))
-    changed = (ours.blocks[0].attn.qkv.weight - theirs.blocks[0].attn.qkv.weight).abs().max()
-    assert 0 < changed < 0.01
+    config = config_of(method, epochs=1, lr=1e-4, weights=str(pretrained[method]))
+    assert 0 < change(train(config, tmp_path / "run").folder, pretrained[method]) < 0.01
 
 
 @pytest.mark.slow

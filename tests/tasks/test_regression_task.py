@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+from tests.tasks.conftest import TINY
+from tests.training.runs import events
 from vit.config.setting_layers import make_config
 from vit.config.training_config import TASKS
 from vit.data.sources.open_dataset import read_source
@@ -95,11 +96,7 @@ class RegressionTally:
 
     def scores(self, run, totals):
         squared, absolute, count = totals
-        return {
-            "val_loss": squared / count,
-            "val_mae": absolute / count,
-            "chosen_by": "val_mae",
-        }
+        return {"val_loss": squared / count, "val_mae": absolute / count, "chosen_by": "val_mae"}
 
 
 @pytest.fixture(scope="module")
@@ -121,34 +118,14 @@ def run(grey_images, tmp_path_factory):
     """The result of a short training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TASKS, "regression", f"{__name__}:Regression")
-        config = make_config(
-            {
-                "task": "regression",
-                "data": str(grey_images),
-                "image_size": 16,
-                "patch_size": 8,
-                "dim": 16,
-                "depth": 1,
-                "num_heads": 2,
-                "epochs": 6,
-                "warmup_epochs": 1,
-                "batch_size": 8,
-                "lr": 1e-2,
-                "precision": "fp32",
-                "device": "cpu",
-                "workers": 0,
-            }
-        )
+        model = {**TINY, "patch_size": 8, "depth": 1}
+        run = {"task": "regression", "data": str(grey_images), "epochs": 6, "batch_size": 8}
+        config = make_config({**model, **run, "lr": 1e-2, "warmup_epochs": 1})
         yield train(config, tmp_path_factory.mktemp("runs") / "grey")
 
 
-def epochs(folder) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "epoch"]
-
-
 def test_the_best_epoch_has_the_smallest_error(run):
-    errors = [event["val_mae"] for event in epochs(run.folder)]
+    errors = [event["val_mae"] for event in events(run.folder)]
     assert len(errors) == 6
     assert run.epoch == 1 + errors.index(min(errors))
     assert run.scores["mae"] == min(errors) < 0.15

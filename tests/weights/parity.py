@@ -3,16 +3,18 @@
 import torch
 from torch import Tensor, nn
 
-from vit.model.build import assemble_model
+from vit.config import ModelConfig
+from vit.model.build import check_fit, meta_model
+from vit.model.vision_transformer import VisionTransformer
 from vit.weights.formats.pretrained import Pretrained
 
 
-def build(found: Pretrained) -> nn.Module:
-    """The network of weights that were read."""
-    with torch.device("meta"):
-        model = assemble_model(found.config)
-    model.load_state_dict(found.state, assign=True)
-    return model
+def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
+    """The network of weights."""
+    model = meta_model(config)
+    check_fit(state, model)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
 
 
 @torch.no_grad()
@@ -29,4 +31,4 @@ def parity_error(found: Pretrained, theirs: nn.Module, *, image_size: int = 0) -
     """`output_difference` between weights that were read and the network that they are of."""
     size = image_size or found.config.image_size
     images = torch.randn(2 if size < 100 else 1, found.config.channels, size, size)
-    return output_difference(build(found), theirs, images)
+    return output_difference(build(found.state, found.config), theirs, images)

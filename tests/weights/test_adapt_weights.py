@@ -6,19 +6,15 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from timm.layers import (
-    resample_abs_pos_embed,
-    resample_patch_embed,
-    resize_rel_pos_bias_table,
-)
+from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel_pos_bias_table
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from tests.weights.parity import build
 from vit.config import ModelConfig
 from vit.errors import WeightsError
 from vit.model.build import build_classifier, meta_model
 from vit.model.patch_embed import resize_patch_embed
-from vit.model.vision_transformer import VisionTransformer
 from vit.weights.adapt_weights import (
     AdaptationReport,
     adapt_weights,
@@ -43,26 +39,13 @@ def pretrained(randomise):
         state = randomise(meta_model(config).state_dict())
         if config.position.startswith("sinusoidal"):
             state["pos_embed"] = build_classifier(config).pos_embed
-        return Pretrained(
-            state=state,
-            config=config,
-            classes=classes,
-            preprocessing=None,
-            license=None,
-            origin="timm vit_small",
-        )
+        return Pretrained(state=state, config=config, classes=classes, origin="timm vit_small")
 
     return make
 
 
 def changed(pretrained: Pretrained, **settings) -> ModelConfig:
     return dataclasses.replace(pretrained.config, **settings)
-
-
-def build(state: dict[str, Tensor], config: ModelConfig) -> VisionTransformer:
-    model = meta_model(config)
-    model.load_state_dict(state, assign=True)
-    return model.eval()
 
 
 def test_matching_tensors_are_reused(pretrained):
@@ -108,14 +91,6 @@ def test_sinusoidal_positions_are_computed_again(pretrained):
     config = changed(source, image_size=48)
     state, _ = adapt_weights(source, config)
     assert torch.equal(state["pos_embed"], build_classifier(config).pos_embed)
-
-
-@pytest.mark.parametrize("position", ["none", "rotary"])
-def test_without_a_table_nothing_is_resized(pretrained, position):
-    source = pretrained(position=position, pooling="mean", class_token=False)
-    state, report = adapt_weights(source, changed(source, image_size=48))
-    assert report.resized == ()
-    assert report.reused == len(state)
 
 
 @pytest.mark.parametrize("size", [16, 48])
@@ -205,14 +180,8 @@ def test_whole_models_equal_timms_own_loading(
     save_file(weights, tmp_path / "model.safetensors")
     settings = {"image_size": 32, "patch_size": 8, "channels": 3, **change}
     theirs = timm_model(**settings, file=tmp_path / "model.safetensors", **options)
-    source = Pretrained(
-        state=flatten_patches(weights),
-        config=ModelConfig(**SMALL, registers=registers, prefix_positions=prefix_positions),
-        classes=None,
-        preprocessing=None,
-        license=None,
-        origin="timm vit_small",
-    )
+    config = ModelConfig(**SMALL, registers=registers, prefix_positions=prefix_positions)
+    source = Pretrained(state=flatten_patches(weights), config=config, origin="timm vit_small")
     config = changed(source, **change)
     side = settings["image_size"]
     images = torch.randn(3, settings["channels"], side, side)
@@ -220,20 +189,6 @@ def test_whole_models_equal_timms_own_loading(
     assert expected.std() > 0.1, "logits without any spread show nothing"
     adapted = build(adapt_weights(source, config)[0], config)
     torch.testing.assert_close(adapted(images), expected, atol=TOLERANCE, rtol=0)
-
-
-def test_report_lists_every_change(pretrained):
-    source = pretrained()
-    settings = {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10}
-    state, report = adapt_weights(source, changed(source, **settings))
-    assert state[PATCH_WEIGHT].shape == (48, 256)
-    weight = "patch_embed.proj.weight"
-    assert report.lines() == [
-        f"{len(state) - 3} tensors reused; resized: {weight} 3 -> 1 channels, {weight} 8x8 -> "
-        "16x16 pixels; new: head (10 classes, zeros); left out: head (5 classes)"
-    ]
-    _, report = adapt_weights(source, changed(source, image_size=96, patch_size=16))
-    assert report.resized[1] == "pos_embed 4x4 -> 6x6"
 
 
 def rows(state: dict[str, Tensor], source: Pretrained, places: list[int | None]) -> bool:
@@ -292,32 +247,55 @@ def test_head_rows_are_kept_by_class_name(pretrained, known, classes, places, to
         assert report.reused == len(state)
 
 
-@pytest.mark.parametrize("classes", [None, ("x", "y")])
-def test_a_headless_source_gets_a_head(pretrained, classes):
-    source = pretrained(num_classes=0, classes=None, pooling="class_token_mean")
-    state, report = adapt_weights(source, changed(source, num_classes=2), classes=classes)
-    assert state["head.weight"].shape == (2, 96)
-    assert not state["head.weight"].any()
-    assert report.lines() == [f"{len(state) - 2} tensors reused; new: head (2 classes, zeros)"]
+BARE = {"num_classes": 0, "classes": None}
+CHANGED = "resized: {0} 3 -> 1 channels, {0} 8x8 -> 16x16 pixels".format("patch_embed.proj.weight")
 
 
-def test_a_network_without_a_head_leaves_it_out(pretrained):
+@pytest.mark.parametrize(
+    ("options", "change", "fresh", "line"),
+    [
+        ({}, {"num_classes": 4}, 2, "; new: head (4 classes, zeros); left out: head (5 classes)"),
+        ({}, {"num_classes": 0}, 0, "; left out: head (5 classes)"),
+        (BARE, {}, 0, ""),
+        (
+            {**BARE, "pooling": "class_token_mean"},
+            {"num_classes": 2},
+            2,
+            "; new: head (2 classes, zeros)",
+        ),
+        (
+            {},
+            {"image_size": 64, "patch_size": 16, "channels": 1, "num_classes": 10},
+            3,
+            f"; {CHANGED}; new: head (10 classes, zeros); left out: head (5 classes)",
+        ),
+        # without a table nothing is resized
+        ({"position": "none"}, {"image_size": 48}, 0, "\nhead: all 5 classes kept"),
+        ({"position": "rotary"}, {"image_size": 48}, 0, "\nhead: all 5 classes kept"),
+        # other words for the same network
+        (
+            {},
+            {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"},
+            0,
+            "\nhead: all 5 classes kept",
+        ),
+    ],
+    ids=str,
+)
+def test_report_lists_every_change(pretrained, options, change, fresh, line):
+    source = pretrained(**options)
+    config = changed(source, **change)
+    state, report = adapt_weights(source, config)
+    build(state, config)
+    assert "\n".join(report.lines()) == f"{len(state) - fresh} tensors reused{line}"
+    if "num_classes" in change:
+        assert not any(state[name].any() for name in state if name.startswith("head."))
+
+
+def test_patches_and_positions_are_resized_together(pretrained):
     source = pretrained()
-    state, report = adapt_weights(source, changed(source, num_classes=0))
-    assert source.state.keys() - state.keys() == {"head.weight", "head.bias"}
-    assert report.lines() == [f"{len(state)} tensors reused; left out: head (5 classes)"]
-    neither = pretrained(num_classes=0, classes=None)
-    state, report = adapt_weights(neither, neither.config)
-    assert report.lines() == [f"{len(state)} tensors reused"]
-
-
-def test_another_number_of_classes_starts_from_zeros(pretrained):
-    source = pretrained()
-    state, report = adapt_weights(source, changed(source, num_classes=4))
-    assert rows(state, source, [None] * 4)
-    assert report.initialised == ("head (4 classes, zeros)",)
-    assert report.left_out == ("head (5 classes)",)
-    assert len(report.lines()) == 1
+    _, report = adapt_weights(source, changed(source, image_size=96, patch_size=16))
+    assert report.resized[1] == "pos_embed 4x4 -> 6x6"
 
 
 def test_new_zeros_are_not_shared(pretrained):
@@ -335,10 +313,7 @@ def test_new_zeros_are_not_shared(pretrained):
     ("change", "message"),
     [
         ({"depth": 3}, "depth=3: timm vit_small has depth=2; leave it out, or start without its"),
-        (
-            {"dim": 32, "norm": "rmsnorm"},
-            "dim=32: timm vit_small has dim=48; leave it out, or",
-        ),
+        ({"dim": 32, "norm": "rmsnorm"}, "dim=32: timm vit_small has dim=48; leave it out, or"),
         ({"hidden_dim": 100}, "hidden_dim=100: timm vit_small has hidden_dim=192;"),
         ({"registers": 1}, "registers=1: timm vit_small has registers=0"),
         ({"pooling": "mean"}, "pooling=mean: timm vit_small has pooling=class_token"),
@@ -359,13 +334,6 @@ def test_incompatible_settings_raise(pretrained, change, message):
     with pytest.raises(WeightsError, match=message) as error:
         adapt_weights(source, changed(source, **change))
     assert "\n" not in str(error.value)
-
-
-def test_equivalent_settings_are_compatible(pretrained):
-    source = pretrained()
-    words = {"hidden_dim": 192, "final_norm": "tokens", "prefix_positions": "class_token"}
-    state, report = adapt_weights(source, changed(source, **words))
-    assert report.reused == len(state)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ from vit.weights.resolve_source import (
 from vit.weights.state_dict_readers import read_npz, read_state
 
 STATE = {"head.weight": torch.ones(2, 3)}
+SAVED = save(STATE)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TIMM = {
     "architecture": "vit_tiny_patch16_224",
@@ -55,21 +57,6 @@ def refusal(source, **options) -> str:
 # ----------------------------------------------------------------------------- on this disk
 
 
-def test_a_cut_config_is_refused_with_a_remedy(tmp_path):
-    folder = make(tmp_path, VIT)
-    (folder / "config.json").write_text('{"model_type": "v')
-    assert "config.json is no JSON" in refusal(folder)
-    assert refusal(folder).endswith("fetch it again")
-
-
-def test_addresses_are_refused():
-    message = refusal("https://example.com/a/w.pth")
-    assert message == (
-        "https://example.com/a/w.pth is an address: give OWNER/NAME of the Hugging Face Hub, or "
-        "the path of the downloaded file"
-    )
-
-
 def test_a_run_folder(tiny_run):
     found = locate_weights(tiny_run)
     assert (found.kind, found.name) == ("run", "tiny")
@@ -79,42 +66,39 @@ def test_a_run_folder(tiny_run):
     assert locate_weights(tiny_run / "model.safetensors").kind == "run"
 
 
+@pytest.mark.parametrize(
+    ("config", "kind", "name", "terms"),
+    [
+        (TIMM, "timm", "vit_tiny_patch16_224.mine", "apache-2.0"),
+        ({**TIMM, "model_type": "timm_wrapper"}, "timm", "vit_tiny_patch16_224.mine", "apache-2.0"),
+        # as older files of timm are
+        (
+            {"architecture": "vit_tiny_patch16_224", "license": "mit", "num_classes": 3},
+            "timm",
+            "vit_tiny_patch16_224",
+            "mit",
+        ),
+        (VIT, "huggingface", "pets", None),
+        (None, "file", "model", None),
+    ],
+    ids=["timm", "wrapper", "flat", "transformers", "bare"],
+)
 @pytest.mark.parametrize("inside", ["", "model.safetensors"])
-def test_a_folder_of_timm(tmp_path, inside):
-    folder = make(tmp_path / "mine", TIMM)
+def test_weights_are_known_by_the_config_beside_them(tmp_path, inside, config, kind, name, terms):
+    folder = make(tmp_path / "pets", config)
     found = locate_weights(str(folder / inside))
-    assert (found.kind, found.name) == ("timm", "vit_tiny_patch16_224.mine")
+    assert (found.kind, found.name, found.license) == (kind, name, terms)
     assert (found.folder, found.weights) == (folder, folder / "model.safetensors")
-    assert (found.config, found.processor) == (folder / "config.json", None)
-    assert found.license == "apache-2.0"
+    assert (found.config, found.processor) == (folder / "config.json" if config else None, None)
 
 
-def test_an_old_flat_config_of_timm(tmp_path):
-    flat = {"architecture": "vit_tiny_patch16_224", "license": "mit", "num_classes": 3}
-    found = locate_weights(make(tmp_path / "w", flat))
-    assert (found.kind, found.name, found.license) == ("timm", "vit_tiny_patch16_224", "mit")
-
-
-def test_the_wrapper_of_transformers_is_of_timm(tmp_path):
-    folder = make(tmp_path / "w", {**TIMM, "model_type": "timm_wrapper"})
-    assert locate_weights(folder).kind == "timm"
-
-
-@pytest.mark.parametrize("processor", ["preprocessor_config.json", "processor_config.json", None])
-def test_a_folder_of_huggingface(tmp_path, processor):
+@pytest.mark.parametrize("processor", ["preprocessor_config.json", "processor_config.json"])
+def test_a_folder_of_huggingface_has_a_processor_and_a_card(tmp_path, processor):
     folder = make(tmp_path / "pets", VIT)
     (folder / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# Pets\n")
-    if processor:
-        (folder / processor).write_text("{}")
+    (folder / processor).write_text("{}")
     found = locate_weights(folder)
-    assert (found.kind, found.name, found.license) == ("huggingface", "pets", "cc-by-nc-4.0")
-    assert found.processor == (folder / processor if processor else None)
-
-
-def test_a_bare_file(tmp_path):
-    folder = make(tmp_path, names=["mine.safetensors"])
-    found = locate_weights(folder / "mine.safetensors")
-    assert (found.kind, found.name, found.config) == ("file", "mine", None)
+    assert (found.license, found.processor) == ("cc-by-nc-4.0", folder / processor)
 
 
 def test_numpy_weights_are_known_by_their_content(tmp_path):
@@ -177,11 +161,6 @@ def test_only_the_companions_of_weights_are_passed_over():
     assert not any(TRAINING_STATE_FILES.fullmatch(name) for name in PREFERRED_FILES)
 
 
-def test_two_candidate_files_raise(tmp_path):
-    line = refusal(make(tmp_path, names=["a.safetensors", "b.safetensors"]))
-    assert "several files of weights: a.safetensors, b.safetensors; give one" in line
-
-
 def test_skipped_files_are_noted(tmp_path):
     folder = make(tmp_path, TIMM, names=["model.safetensors", "pytorch_model.bin"])
     assert locate_weights(folder).notes == ("took model.safetensors, not pytorch_model.bin",)
@@ -226,59 +205,49 @@ def test_license_of_a_model_card(tmp_path, card, terms):
 # ----------------------------------------------------------------------------- refused paths
 
 
-def test_onnx_files_raise(tmp_path):
-    (tmp_path / "w.onnx").write_bytes(b"anything")
-    assert "exported already" in refusal(tmp_path / "w.onnx")
-    assert "w.onnx is an ONNX file" in refusal(tmp_path)
+REMEDY = "give another path, hf/OWNER/NAME of the hub, or timm/NAME"
 
 
 @pytest.mark.parametrize(
-    ("config", "word"),
+    ("files", "source", "message"),
     [
-        ({"hidden_size": 3}, "no known library"),
-        ({"pretrained_cfg": {}}, "no architecture"),
-        ([], "no JSON object"),
+        ({"w.safetensors": SAVED, "config.json": b'{"model_'}, "", "is no JSON.*again$"),
+        ({"w.safetensors": SAVED, "config.json": b'{"hidden_size": 3}'}, "", "no known library"),
+        ({"w.safetensors": SAVED, "config.json": b'{"pretrained_cfg": {}}'}, "", "no architecture"),
+        ({"w.safetensors": SAVED, "config.json": b"[]"}, "", "no JSON object"),
+        ({"w.safetensors": SAVED, "config.json": b"{}"}, "config.json", "give its folder"),
+        ({"a.bin": b"x", "b.bin": b"x"}, "", r"several files of weights: a.bin, b.bin; give one"),
+        ({"w.onnx": b"x"}, "w.onnx", "exported already"),
+        ({"w.onnx": b"x"}, "", "w.onnx is an ONNX file"),
+        ({"cat.jpg": b"x"}, "", r"no file of weights \(it has cat.jpg\)"),
+        ({}, "", "it has no files"),
+        ({"run/model.safetensors": b"x", "a": b"x"}, "", "give one of its folders: .*run$"),
+        ({"run/model.safetensors": b"x", "folds.json": b"{}"}, "", "without --folds, or one"),
+        ({}, "\x1b.pth", r"\\x1b.pth is not there"),
     ],
 )
-def test_an_unknown_config_json_raises(tmp_path, config, word):
-    assert word in refusal(make(tmp_path, config))
+def test_what_is_no_source_on_this_disk_is_refused(tmp_path, files, source, message):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert re.search(message, refusal(tmp_path / source))
 
 
-def test_a_config_file_is_not_a_weight_file(tmp_path):
-    make(tmp_path, TIMM)
-    assert "give its folder" in refusal(tmp_path / "config.json")
+def test_addresses_are_refused():
+    assert "/a/w.pth is an address: give OWNER/NAME" in refusal("https://example.com/a/w.pth")
 
 
-def test_a_folder_without_weights(tmp_path):
-    (tmp_path / "cat.jpg").write_bytes(b"x")
-    assert "no file of weights (it has cat.jpg)" in refusal(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert "it has no files" in refusal(tmp_path / "empty")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "model.safetensors").write_bytes(b"x")
-    assert f"give one of its folders: {tmp_path / 'run'}" in refusal(tmp_path)
-    (tmp_path / "folds.json").write_text("{}")
-    assert "without --folds, or one fold, such as its fold-1" in refusal(tmp_path)
-
-
-def test_a_misspelled_path_suggests_similar_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make(Path("weights"), names=["vit_small.safetensors"])
-    assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
-    near = refusal("weights/vit_small")  # not asked of the hub
-    assert "did you mean weights/vit_small.safetensors?" in near
-    assert "weigths is not there; did you mean weights?" in refusal("weigths/x.pth")
-    assert "\\x1b.pth is not there" in refusal(tmp_path / "\x1b.pth")
-
-
-def test_a_missing_run_is_a_short_line_that_no_hub_is_asked_for(tmp_path, monkeypatch):
+def test_a_missing_path_is_a_short_line_that_no_hub_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "unreachable_reason", lambda: pytest.fail("the hub was asked"))
-    remedy = "give another path, hf/OWNER/NAME of the hub, or timm/NAME"
-    assert refusal("runs/x") == f"runs is not there; {remedy}"
+    assert refusal("runs/x") == f"runs is not there; {REMEDY}"
     (tmp_path / "runs/y").mkdir(parents=True)
-    assert refusal("runs/x") == f"runs/x is not there; {remedy}"
+    assert refusal("runs/x") == f"runs/x is not there; {REMEDY}"
     assert refusal("runs/yy") == "runs/yy is not there; did you mean runs/y?"
+    make(Path("weights"), names=["vit_small.safetensors"])
+    assert "vit_small.safetensors" in refusal("./weights/vit_smal.safetensors")
+    assert "did you mean weights/vit_small.safetensors?" in refusal("weights/vit_small")
+    assert "weigths is not there; did you mean weights?" in refusal("weigths/x.pth")
 
 
 @pytest.mark.parametrize("source", ["", " ", "a\0b", "x" * 5000, ".", "..", "a//b", "a/../b"])
@@ -322,22 +291,43 @@ def put(cache: Path, repository: str, files: dict[str, bytes], revision: str = "
 
 
 def files(config: object) -> dict[str, bytes]:
-    text = json.dumps(config).encode()
-    return {"config.json": text, "model.safetensors": save(STATE)}
+    known = {"config.json": json.dumps(config).encode()} if config else {}
+    return {**known, "model.safetensors": SAVED}
 
 
-@pytest.mark.parametrize("source", ["o/n", "hf/o/n", "hf-hub:o/n", "HF-Hub:o/n", "o/n@main"])
-def test_the_cache_is_enough(cache, source):
-    snapshot = put(cache, "o/n", files(VIT))
+QUICK = "vit_base_patch32_clip_quickgelu_224.openai"
+
+
+@pytest.mark.parametrize(
+    ("repository", "config", "source"),
+    [
+        ("o/n", VIT, "o/n"),
+        ("o/n", VIT, "hf/o/n"),
+        ("o/n", VIT, "HF-Hub:o/n"),
+        ("o/n", VIT, "o/n@main"),
+        # as requested, whatever config.json says, and without one, which timm does not fetch
+        (f"timm/{SMALL}", TIMM, f"timm/{SMALL}"),
+        (f"timm/{SMALL}", TIMM, "timm/vit_small_patch16_224"),
+        (f"timm/{SMALL}", None, f"timm/{SMALL}"),
+        (f"timm/{SMALL}", None, f"hf-hub:timm/{SMALL}"),
+        # two networks share a repository
+        (timm_network.find_entry(QUICK).hub_id, TIMM, f"timm/{QUICK}"),
+    ],
+)
+def test_the_cache_is_enough(cache, repository, config, source):
+    snapshot = put(cache, repository, files(config))
     found = locate_weights(source)
-    assert (found.kind, found.name, found.folder) == ("huggingface", "o/n", snapshot)
+    kind = "huggingface" if config == VIT else "timm"
+    name = {"o/n": "o/n", f"timm/{SMALL}": SMALL}.get(repository, QUICK)
+    assert (found.kind, found.name, found.folder) == (kind, name, snapshot)
+    assert found.license == (None if config == VIT else "apache-2.0")
     assert found.notes == ()
     assert set(read_state(found.weights).tensors) == {"head.weight"}
 
 
 def test_the_card_of_a_repository_is_read_without_a_config(cache):
     name = "open_clip_model.safetensors"
-    files = {name: save(STATE), "README.md": b"---\nlicense: mit\n---\n"}
+    files = {name: SAVED, "README.md": b"---\nlicense: mit\n---\n"}
     put(cache, "o/n", files)
     assert (locate_weights("o/n").kind, locate_weights("o/n").license) == ("file", "mit")
     small = ["README.md", "open_clip_config.json"]
@@ -352,41 +342,9 @@ def test_a_revision_of_the_cache(cache):
     assert "--revision v3" in refusal("o/n@v3")
 
 
-@pytest.mark.parametrize("source", [f"timm/{SMALL}", "timm/vit_small_patch16_224"])
-def test_the_registry_of_timm_names_the_repository(cache, source):
-    put(cache, f"timm/{SMALL}", files(TIMM))
-    found = locate_weights(source)
-    assert (found.kind, found.name) == ("timm", SMALL)  # as requested, whatever config.json says
-    assert found.license == "apache-2.0"
-
-
-def test_timm_itself_fetches_no_config(cache):
-    put(cache, f"timm/{SMALL}", {"model.safetensors": save(STATE)})
-    for source in (f"timm/{SMALL}", f"hf-hub:timm/{SMALL}"):
-        found = locate_weights(source)
-        assert (found.kind, found.name, found.config) == ("timm", SMALL, None)
-        assert found.license == "apache-2.0"
-
-
-def test_two_networks_may_share_a_repository(cache):
-    name = "vit_base_patch32_clip_quickgelu_224.openai"
-    repository = timm_network.find_entry(name).hub_id
-    assert repository != f"timm/{name}"
-    put(cache, repository, files({**TIMM, "architecture": "vit_base_patch32_clip_224"}))
-    assert locate_weights(f"timm/{name}").name == name
-
-
-def test_a_name_that_timm_renamed(cache):
-    assert (
-        timm_network.find_entry("vit_small_patch16_224_in21k").name
-        == "vit_small_patch16_224.augreg_in21k"
-    )
-
-
-def test_a_cache_without_weights_is_told(cache):
-    put(cache, "o/n", {"config.json": json.dumps(VIT).encode()})
-    line = refusal("o/n")
-    assert "hf download o/n" in line
+def test_a_name_that_timm_renamed():
+    renamed = timm_network.find_entry("vit_small_patch16_224_in21k")
+    assert renamed.name == "vit_small_patch16_224.augreg_in21k"
 
 
 @pytest.mark.parametrize("reference", ["../../../../secret", "..", "", "a b"])
@@ -397,16 +355,34 @@ def test_a_reference_cannot_escape_the_cache(cache, reference):
     assert "o/n" in refusal("o/n")
 
 
-def test_offline_errors_list_searched_locations_and_the_command(cache):
-    line = refusal("timm/vit_small_patch16_224")
-    for part in (
-        "HF_HUB_OFFLINE is set",
-        str(cache / f"models--timm--{SMALL}"),
-        f"https://huggingface.co/timm/{SMALL}",
-        f"`hf download timm/{SMALL} --local-dir {SMALL}`",
-        f"--weights {SMALL}",
-    ):
-        assert part in line
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        (
+            "timm/vit_small_patch16_224",
+            [
+                "HF_HUB_OFFLINE is set",
+                f"hub/models--timm--{SMALL}",
+                f"https://huggingface.co/timm/{SMALL}",
+                f"`hf download timm/{SMALL} --local-dir {SMALL}`",
+                f"--weights {SMALL}",
+            ],
+        ),
+        ("o/configured", ["hf download o/configured"]),
+        (SMALL, [f"of timm it is timm/{SMALL}"]),
+        ("no_such_network", ["timm/NAME"]),
+        ("timm/vit_smal_patch16_224", ["timm/vit_small_patch16_224."]),
+        ("timm/vit_small_patch16_224.nonsense", ["timm has no such name"]),
+        ("timm/vit_x.y", ["fetch https://a.b/c/x.pth, and give"]),
+    ],
+)
+def test_what_the_cache_does_not_have_is_refused_with_a_remedy(cache, monkeypatch, source, parts):
+    put(cache, "o/configured", {"config.json": json.dumps(VIT).encode()})
+    if source == "timm/vit_x.y":
+        known = timm_network.RegistryEntry("vit_x.y", None, "https://a.b/c/x.pth", None, (224, 224))
+        monkeypatch.setattr(timm_network, "find_entry", lambda _: known)
+    line = refusal(source)
+    assert [part for part in parts if part not in line] == []
 
 
 def test_a_path_goes_before_the_hub(cache):
@@ -414,22 +390,6 @@ def test_a_path_goes_before_the_hub(cache):
     make(Path("o/n"), TIMM)
     assert locate_weights("o/n").kind == "timm"
     assert locate_weights("hf-hub:o/n").kind == "huggingface"
-
-
-def test_a_name_without_its_prefix(cache):
-    assert f"of timm it is timm/{SMALL}" in refusal(SMALL)
-    assert "timm/NAME" in refusal("no_such_network")
-
-
-def test_an_unknown_name_of_timm_has_the_nearest(cache):
-    assert "timm/vit_small_patch16_224." in refusal("timm/vit_smal_patch16_224")
-    assert "timm has no such name" in refusal("timm/vit_small_patch16_224.nonsense")
-
-
-def test_weights_that_timm_knows_by_an_address(cache, monkeypatch):
-    known = timm_network.RegistryEntry("vit_x.y", None, "https://a.b/c/x.pth", None, (224, 224))
-    monkeypatch.setattr(timm_network, "find_entry", lambda _: known)
-    assert "fetch https://a.b/c/x.pth, and give" in refusal("timm/vit_x.y")
 
 
 def test_the_environment_switches_the_hub_off(cache, monkeypatch):

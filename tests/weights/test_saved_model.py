@@ -33,11 +33,7 @@ def run(tmp_path, randomise) -> Path:
 
 
 def save(folder: Path, model: torch.nn.Module, **changes) -> None:
-    arguments = {
-        "config": Config(model=MODEL),
-        "classes": CLASSES,
-        "preprocessing": PREPROCESSING,
-    }
+    arguments = {"config": Config(model=MODEL), "classes": CLASSES, "preprocessing": PREPROCESSING}
     save_model(folder, model, **{**arguments, **changes})
 
 
@@ -57,22 +53,11 @@ def test_a_saved_model_is_loaded_unchanged(run, randomise):
 def test_the_licence_of_the_weights_is_loaded(run, tmp_path):
     loaded = load_run(run)
     assert loaded.license is None
-    packed = serialize_model(
-        loaded.model.state_dict(),
-        config=Config(model=MODEL),
-        classes=CLASSES,
-        preprocessing=PREPROCESSING,
-        terms="cc-by-4.0",
-    )
+    about = {"config": Config(model=MODEL), "classes": CLASSES, "preprocessing": PREPROCESSING}
     (tmp_path / "licensed").mkdir()
+    packed = serialize_model(loaded.model.state_dict(), **about, terms="cc-by-4.0")
     packed.write(tmp_path / "licensed")
     assert load_run(tmp_path / "licensed").license == "cc-by-4.0"
-
-
-def test_a_loaded_model_trains(run):
-    model = load_run(run).model.train()
-    model(torch.randn(2, 3, 16, 16)).square().mean().backward()
-    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
 
 def test_half_precision_is_saved_as_float32(tmp_path, run):
@@ -219,18 +204,11 @@ def test_a_calibration_is_stored_beside_the_other_fields_and_survives(calibrated
     assert load_run(tiny_run).without_calibration().config == run.config
 
 
-def test_a_resumed_training_may_write_the_config_without_the_calibration(
-    calibrated_run, tiny_run, tmp_path
-):
-    copy = tmp_path / "run"
-    shutil.copytree(calibrated_run, copy)
-    shutil.copy(tiny_run / "config.json", copy)  # the weights come after it
+def test_a_calibration_may_be_gone_again_but_not_damaged(calibrated_run, tiny_run, tmp_path):
+    copy = Path(shutil.copytree(calibrated_run, tmp_path / "run"))
+    shutil.copy(tiny_run / "config.json", copy)  # a resumed training; the weights come after it
     assert load_run(copy).calibration is None
-
-
-def test_a_damaged_calibration_is_refused(calibrated_run, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(calibrated_run, copy)
+    shutil.copy(calibrated_run / "config.json", copy)
     update_run(copy, {"calibration": {"temperature": 0}})
     with pytest.raises(WeightsError, match="calibration must have"):
         load_run(copy)

@@ -9,6 +9,7 @@ from vit.errors import WeightsError
 from vit.weights.formats.infer_architecture import infer_preprocessing
 from vit.weights.formats.timm_weights import looks_like_timm, read_timm
 
+Q_AND_QKV = ("blocks.0.attn.q.weight", "blocks.0.attn.qkv.weight")
 SIZES = {"embed_dim": 192, "depth": 12, "num_heads": 3, "patch_size": 16}
 
 
@@ -112,18 +113,11 @@ def test_a_model_name_resolves_ambiguous_shapes(build):
         (lambda s: s.update({"norm.bias": torch.zeros(128).byte()}), "norm.bias holds torch.uint8"),
         (lambda s: s.update({"module.norm.bias": torch.zeros(128)}), "unknown: module.norm.bias"),
         (
-            lambda s: (
-                s.update({"blocks.0.attn.q.weight": torch.zeros(128, 128)})
-                or s.update({"blocks.0.attn.qkv.weight": torch.zeros(384, 128)})
-            ),
+            lambda s: s.update(dict.fromkeys(Q_AND_QKV, torch.zeros(384, 128))),
             "blocks.0.attn.q.weight is there beside a whole qkv",
         ),
         (
-            lambda s: s.update(
-                {
-                    "blocks.0.mlp.w12.weight": s["blocks.0.mlp.fc1.weight"],
-                }
-            ),
+            lambda s: s.update({"blocks.0.mlp.w12.weight": s["blocks.0.mlp.fc1.weight"]}),
             "two tensors are both blocks.0.mlp.fc1.weight",
         ),
     ],

@@ -190,10 +190,7 @@ def test_a_head_of_two_layers_is_left_out():
             lambda a: a.update({"embedding/kernel": a["embedding/kernel"][0]}),
             "has no square patches",
         ),
-        (
-            lambda a: a.pop("Transformer/posembed_input/pos_embedding"),
-            "no pos_embed",
-        ),
+        (lambda a: a.pop("Transformer/posembed_input/pos_embedding"), "no pos_embed"),
     ],
 )
 def test_other_arrays_are_refused_by_name(change, message):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import timm
@@ -131,18 +132,24 @@ CLIP = (
 )
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("openai", [True, False])
-def test_clip(openai, named, build):
-    name = f"vit_base_patch16_clip{'_quickgelu' * openai}_224"
+@pytest.fixture(params=["openai", "laion"])
+def clip(request, build):
+    """A tower of CLIP in timm, and its state dict in CLIP's own names."""
+    name = f"vit_base_patch16_clip{'_quickgelu' * (request.param == 'openai')}_224"
     model, state = build(name, num_classes=0)
     state = renamed(state, *CLIP)
     state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
     state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+    return name, model, state
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_clip(clip, named):
+    name, model, state = clip
     state["visual.proj"] = torch.randn(128, 16)
     state["token_embedding.weight"] = torch.randn(3, 4)
     state["logit_scale"] = torch.tensor(1.0)
-    integers = ["input_resolution"] if openai else []
+    integers = ["input_resolution"] if "quickgelu" in name else []
     assert looks_like_timm(state)
     args = {"architecture": name, "model_args": SMALL} if named else {"architecture": None}
     found = read_timm(state, **args, other_names=integers, where="x")
@@ -151,11 +158,9 @@ def test_clip(openai, named, build):
     assert any("left out: proj (CLIP's" in note for note in found.notes)
 
 
-def test_a_saved_state_dict_of_openai(build, tmp_path):
-    model, state = build("vit_base_patch16_clip_quickgelu_224", num_classes=0)
-    state = renamed(state, *CLIP)
-    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
-    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+@pytest.mark.parametrize("clip", ["openai"], indirect=True)
+def test_a_saved_state_dict_of_openai(clip, tmp_path):
+    _, model, state = clip
     whole = {"input_resolution": torch.tensor(32), "context_length": torch.tensor(77)}
     torch.save({**state, **whole}, tmp_path / "clip.pth")
     found = open_pretrained(tmp_path / "clip.pth")
@@ -165,16 +170,12 @@ def test_a_saved_state_dict_of_openai(build, tmp_path):
     assert left in found.notes
 
 
-@pytest.mark.parametrize("quick", [True, False])
-def test_a_folder_of_open_clip(quick, build, tmp_path):
-    model, state = build(f"vit_base_patch16_clip{'_quickgelu' * quick}_224", num_classes=0)
-    state = renamed(state, *CLIP)
-    state["visual.class_embedding"] = state["visual.class_embedding"].flatten()
-    state["visual.positional_embedding"] = state["visual.positional_embedding"][0]
+def test_a_folder_of_open_clip(clip, tmp_path):
+    name, model, state = clip
     save_file({name: t.contiguous() for name, t in state.items()}, tmp_path / OPEN_CLIP)
     prepare = {"mean": [0.4] * 3, "std": [0.6] * 3, "interpolation": "bilinear"}
     content = {
-        "model_cfg": {"quick_gelu": quick, "vision_cfg": {"image_size": 32}},
+        "model_cfg": {"quick_gelu": "quickgelu" in name, "vision_cfg": {"image_size": 32}},
         "preprocess_cfg": {**prepare, "resize_mode": "squash"},
     }
     (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
@@ -182,13 +183,9 @@ def test_a_folder_of_open_clip(quick, build, tmp_path):
     found = open_pretrained(tmp_path)
     assert parity_error(found, model) < 1e-4
     assert found.license == "mit"
-    assert found.preprocessing == Preprocessing(
-        image_size=(32, 32),
-        resize="squash",
-        crop_share=1.0,
-        interpolation="bilinear",
-        mean=(0.4, 0.4, 0.4),
-        std=(0.6, 0.6, 0.6),
+    prepared = Preprocessing(image_size=(32, 32), resize="squash", crop_share=1.0)
+    assert found.preprocessing == replace(
+        prepared, interpolation="bilinear", mean=(0.4,) * 3, std=(0.6,) * 3
     )
 
 

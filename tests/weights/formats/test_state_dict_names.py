@@ -62,20 +62,21 @@ def test_names_follow_the_table():
     }
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(WeightsError, match=r"Theirs has no blocks.0.x, resnet.y"):
-        rename({"blocks.0.x": ONE, "resnet.y": ONE}, TABLE, "Theirs")
-
-
-@pytest.mark.parametrize("name", ["module.last.bias", "last.bias.0", "lastXbias", "last.gamma"])
-def test_a_name_is_matched_whole(name):
-    with pytest.raises(WeightsError, match=re.escape(f"Theirs has no {name}")):
-        rename({name: ONE}, TABLE, "Theirs")
-
-
-def test_two_spellings_of_one_tensor_are_refused():
-    with pytest.raises(WeightsError, match=r"final.bias is a second tensor for norm.bias"):
-        rename({"last.bias": ONE, "final.bias": ONE}, TABLE, "Theirs")
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["blocks.0.x", "resnet.y"], "Theirs has no blocks.0.x, resnet.y"),
+        (["last.bias", "final.bias"], "final.bias is a second tensor for norm.bias"),
+        # a name is matched whole
+        (["module.last.bias"], "Theirs has no module.last.bias"),
+        (["last.bias.0"], "Theirs has no last.bias.0"),
+        (["lastXbias"], "Theirs has no lastXbias"),
+        (["last.gamma"], "Theirs has no last.gamma"),
+    ],
+)
+def test_names_beside_the_table_are_refused(names, message):
+    with pytest.raises(WeightsError, match=re.escape(message)):
+        rename(dict.fromkeys(names, ONE), TABLE, "Theirs")
 
 
 def test_duplicate_class_names_get_an_index():

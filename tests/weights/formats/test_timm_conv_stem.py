@@ -11,10 +11,10 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassif
 import vit
 import vit.weights.formats.huggingface_classes
 import vit.weights.formats.timm_conv_stem
+from tests.model.test_build import random_network
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import build_classifier
 from vit.weights.adapt_weights import change_patches
 from vit.weights.convert import check_parity, convert
 from vit.weights.load_model import open_pretrained
@@ -34,25 +34,13 @@ CASES = [
 
 def network(tmp_path, **options):
     """A run folder with random weights, and its network."""
-    torch.manual_seed(0)
-    settings = ModelConfig(**{**SMALL, "stem": "conv", **options})
-    model = build_classifier(settings).eval()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                tensor.add_(torch.rand_like(tensor) * 0.2 if "running" in name else 0)
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    side = settings.image_size
-    (tmp_path / "run").mkdir()
-    save_model(
-        tmp_path / "run",
-        model,
-        config=Config(model=settings),
-        classes=["a", "b", "c"],
-        preprocessing=Preprocessing(image_size=(side, side)),
-    )
-    return tmp_path / "run", model, torch.randn(2, settings.channels, side, side)
+    settings = {**SMALL, "stem": "conv", **options}
+    model, config = random_network(settings).eval(), ModelConfig(**settings)
+    side, run = config.image_size, tmp_path / "run"
+    run.mkdir()
+    about = {"classes": ["a", "b", "c"], "preprocessing": Preprocessing(image_size=(side, side))}
+    save_model(run, model, config=Config(model=config), **about)
+    return run, model, torch.randn(2, config.channels, side, side)
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
