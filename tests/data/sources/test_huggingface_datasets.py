@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from tests.data.sources.test_tar_shards import read_samples
+from tests.data.sources.conftest import read_samples
 from vit.commands.main import main
 from vit.data.archives import open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
