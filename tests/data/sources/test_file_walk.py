@@ -3,12 +3,13 @@
 import pytest
 from PIL import Image
 
+from tests.data.sources.conftest import opened
 from vit.commands.main import main
 from vit.data.checks.check_listing import list_dataset
 from vit.data.sources.dataset_export import export_data
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import OUTPUT_MARKER, FolderWalker, holds_output_only
-from vit.data.sources.open_dataset import list_images, open_splits, read_source
+from vit.data.sources.open_dataset import list_images, read_source
 from vit.errors import DataError
 
 RUN = ("config.yaml", "metrics.jsonl")
@@ -45,7 +46,7 @@ def test_what_vit_wrote_is_no_data(photos, files):
         write(photos / folder, *names)
     folders = ", ".join(sorted({name.split("/")[0] for name in files}))
     note = f"left out folders of runs, lists, reports, networks or other output: {folders}"
-    splits = open_splits(str(photos), val_share=0.25, seed=0)
+    splits = opened(photos)
     assert splits.classes == ("cat", "dog")
     assert note in splits.notes
     unlabelled = read_source(DatasetSpec(str(photos), labels=False))
@@ -70,7 +71,7 @@ def test_other_folders_without_images_are_empty_classes(photos, files):
     for folder, names in files.items():
         write(photos / folder, *names)
     with pytest.raises(DataError, match="class fox has no images"):
-        open_splits(str(photos), val_share=0.25, seed=0)
+        opened(photos)
 
 
 def test_images_beside_lists_and_runs_are_data(photos):
@@ -122,7 +123,7 @@ def test_missing_images_name_the_files_that_are_there_and_the_remedy(tmp_path, n
             Image.new("RGB", (9, 9)).save(tmp_path / label / name, format="PNG")
     there = f"left out 2 files not taken for images: {message}"
     with pytest.raises(DataError, match=f"no images in the class folders cat, dog; {there}"):
-        open_splits(str(tmp_path), val_share=0.2, seed=0)
+        opened(tmp_path)
     for folder in ("cat", "dog"):
         with pytest.raises(DataError, match=message.split()[-1]):
             read_source(DatasetSpec(str(tmp_path / folder), labels=False))
@@ -134,7 +135,7 @@ def test_one_class_without_images_names_its_files(photos):
     write(photos / "fox", "a.dcm", "b.dcm")
     write(photos / "cat", "notes.txt")
     with pytest.raises(DataError, match=r"fox has no images; left out 2 files .*: \.dcm 2;"):
-        open_splits(str(photos), val_share=0.2, seed=0)
+        opened(photos)
 
 
 @pytest.mark.slow
