@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from functools import partial
 
 import openpyxl
@@ -51,10 +50,11 @@ opened = partial(conftest.opened, val_share=0.2)
 
 
 def labels_by_name(splits):
-    return {
-        relative(sample.path, splits.root): [splits.classes[n] for n in sample.labels]
-        for sample in (*splits.train, *splits.val)
-    }
+    found = {}
+    for sample in (*splits.train, *splits.val):
+        numbers = sample.labels if splits.multilabel else [sample.label]
+        found[relative(sample.path, splits.root)] = [splits.classes[n] for n in numbers]
+    return found
 
 
 def records(rows, image="image", label="label"):
@@ -98,11 +98,6 @@ def test_a_workbook_is_read_as_its_csv(images):
         opened(images / "list.xlsx")
 
 
-def test_lines_of_old_macs_are_one_line(write):
-    with pytest.raises(DataError, match="line 1: lines end in CR alone, as on old Macs; save it"):
-        opened(write(table(end="\r"), newline=""))
-
-
 def test_empty_rows_are_left_out_and_counted_once(images, write):
     rows = [*ROWS[:3], ("", ""), (" ", ""), *ROWS[3:], ("", "", "", "")]
     splits = opened(write(",,\n" + table(rows) + "\n\n"))
@@ -115,6 +110,7 @@ def test_empty_rows_are_left_out_and_counted_once(images, write):
     assert [note for note in notes if "left out 3 empty rows, the first in line 5" in note]
 
 
+@pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.parametrize(
     ("header", "asked", "top"),
     [
@@ -122,17 +118,12 @@ def test_empty_rows_are_left_out_and_counted_once(images, write):
         ("a;a/0.png;x", {"image_column": "image"}, "image;label"),
     ],
 )
-def test_a_list_without_names_of_columns_is_told_to_have_them(write, header, asked, top):
+def test_a_list_without_names_of_columns_is_told_to_have_them(write, header, asked, top, labels):
     path = write(f"{header}\n{header.replace('0', '1')}\n")
-    for labels in (True, False):
-        with pytest.raises(
-            DataError, match=rf"line 1: looks like data .*names them, such as {top}$"
-        ):
-            opened(path, labels=labels, **asked)
-
-
-def test_a_column_may_be_called_as_an_image_where_it_is_asked_for(write):
-    assert len(opened(write(table(header="x.jpg,label")), image_column="x.jpg").train) == 16
+    with pytest.raises(DataError, match=rf"line 1: looks like data .*them, such as {top}$"):
+        opened(path, labels=labels, **asked)
+    path = write(table(header="x.jpg,label"))  # which is asked for
+    assert len(opened(path, image_column="x.jpg").train) == 16
 
 
 def test_commas_in_labels_are_noted_and_stay(write):
@@ -162,10 +153,8 @@ def test_columns_may_be_named(write, header, columns):
 @pytest.mark.parametrize(
     ("header", "asked", "message"),
     [
-        ("picture,kind", {}, "line 1: no column of images among picture, kind; expected file_"),
-        ("picture,kind", {}, "say which with --image-column"),
+        ("picture,kind", {}, "line 1: no .* among picture, kind; expected file_.* --image-column"),
         ("picture,label", {}, "say which with --image-column$"),
-        ("picture,caption", {"captions": True}, "say which with --image-column$"),
         ("Bild,Text hier", {"captions": True}, "say which with --image-column$"),
         ("image,kind", {}, "no column of classes among image, kind; expected label, labels"),
         ("image,caption", {}, "for captions, --task caption"),
@@ -194,15 +183,12 @@ def test_wrong_columns_are_told_with_those_there(write, header, asked, message):
         ("a/99.png,\"['a', 'b']\"", r"line 22: a list in a cell: .*; write cat\|dog, or JSON"),
         ("a/99.png,['a' 'b|c']", "line 22: a list in a cell"),
         ("a/99.png,[0 1]", "line 22: a list in a cell"),
-        ("a/99.png,a,b", "line 22: 3 cells, but 2 in the header"),
         (",a", "line 22: no file name"),
         ("..\\x.png,a", "line 22: .* leads out of the folder"),
         ("..,a", "line 22: .* leads out of the folder"),
         ("\\\\server\\x.png,a", "line 22: .* is a place on another computer"),
         (".,a", "line 22: . is a folder; expected an image"),
         ("a/99.png,#N/A", "line 22: the label is #N/A, an error of a spreadsheet"),
-        ("a/\0.png,a", "line 22: has a NUL byte"),
-        ('"a/1.png,a', "not CSV"),
     ],
 )
 def test_a_bad_line_is_told_with_its_number(write, line, message):
@@ -213,15 +199,10 @@ def test_a_bad_line_is_told_with_its_number(write, line, message):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ('{"image": 3, "label": "a"}', "line 21: image is a number; expected a file name"),
-        ('{"image": "x.png", "label": true}', "line 21: the label is true or false"),
         ('{"image": "x.png", "label": 0.5}', "line 21: the label is 0.5, a fraction; expected"),
         ('{"image": "x.png", "label": NaN}', "line 21: no label"),
         ('{"image": "x.png", "label": ["a", ""]}', "line 21: an empty label"),
         ('{"image": "x.png"}', "line 21: no 'label' in this record; write .* for no label yet"),
-        ("[1]", "line 21: a list; expected an object"),
-        ("{", "line 21: not JSON"),
-        ('{"image": "x\\u0000.png", "label": "a"}', "line 21: a file name with a NUL"),
     ],
 )
 def test_a_bad_record_is_told_with_its_line(write, record, message):
@@ -235,11 +216,13 @@ def test_an_image_named_twice_alike_is_taken_once(write):
     assert noted(splits, "left out 2 lines that name an image again")
 
 
-def test_numbers_are_names(write):
-    rows = [(name, int(label == "b") * 10) for name, label in ROWS]
-    assert opened(write(records(rows), "list.jsonl")).classes == ("0", "10")
-    rows = [(name, float(label == "b")) for name, label in ROWS]
-    assert opened(write(records(rows), "list.jsonl")).classes == ("0", "1")
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [([0, 10], ("0", "10")), ([0.0, 1.0], ("0", "1")), (["a|b", "b"], ("a|b", "b"))],
+)
+def test_numbers_and_whole_texts_in_json_are_names(write, labels, classes):
+    rows = [(name, labels[label == "b"]) for name, label in ROWS]
+    assert opened(write(records(rows), "list.jsonl")).classes == classes
 
 
 @pytest.mark.parametrize("mark", ["|", ";", " | "])
@@ -248,24 +231,10 @@ def test_cells_of_several_labels_make_a_set_of_several(write, mark):
     splits = opened(write(table(rows)))
     assert splits.multilabel
     found = labels_by_name(splits)
-    assert found[NAMES[18]] == ["a", "b"]
-    assert found[NAMES[19]] == []
-    assert found[NAMES[0]] == ["a"]
+    assert [found[name] for name in (NAMES[0], *NAMES[18:])] == [["a"], ["a", "b"], []]
     assert {sample.label for sample in splits.train} == {-1}
-    same = opened(
-        write(records([(n, said.replace(" ", "").split(mark.strip())) for n, said in rows[:19]]))
-    )
-    assert labels_by_name(same) == {n: f for n, f in found.items() if n != NAMES[19]}
-
-
-def test_a_text_in_json_is_one_label(write):
-    rows = [*ROWS[:18], (NAMES[18], "a|b"), (NAMES[19], "a|b")]
-    assert opened(write(records(rows), "list.jsonl")).classes == ("a", "a|b", "b")
-
-
-def test_one_line_a_label_is_several_where_asked(write):
-    splits = opened(write(table([*ROWS, (NAMES[0], "b")])), multilabel=True)
-    assert labels_by_name(splits)[NAMES[0]] == ["a", "b"]
+    lists = [(name, [*label.replace(mark, "")]) for name, label in rows]
+    assert labels_by_name(opened(write(records(lists), "list.jsonl"))) == found
 
 
 def test_other_labels_in_another_line_are_merged_and_named(write):
@@ -295,15 +264,15 @@ def test_a_column_splits_in_any_case(write):
     for split, number in (("test", 8), ("unseen", 9), ("valid", 7), ("val", 7)):
         samples, _ = open_eval_split(path, split=split, classes=["b", "a"])
         assert names(samples, splits.root) == [f"b/{number}.png", f"a/{number}.png"]
-    with pytest.raises(DataError, match="no validation split; it has train, valid, test"):
-        open_eval_split(path, split="validation", classes=["a", "b"])
-    whole = write(table([row[:2] for row in rows], "image,label"))
-    one = re.escape(f"{whole}: no tset split; it has all images in one split; leave the split out")
-    with pytest.raises(DataError, match=one):
-        open_eval_split(whole, split="tset", classes=["a", "b"])
-    bad = write(table([*rows, ("a/99.png", "a", "trian")], "image,label,split"))
+    whole = write(table(), "whole.csv")
+    for data, split, message in (
+        (path, "validation", "no validation split; it has train, valid, test"),
+        (whole, "tset", "csv: no tset split; it has all images in one split; leave the split out"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_eval_split(data, split=split, classes=["a", "b"])
     with pytest.raises(DataError, match=r"line 22: split is 'trian'; .*did you mean train"):
-        opened(bad)
+        opened(write(table([*rows, ("a/99.png", "a", "trian")], "image,label,split")))
 
 
 def test_a_folder_beside_the_images_that_cannot_be_listed_is_no_error(write, images, monkeypatch):
@@ -450,11 +419,15 @@ def test_groups_that_are_none(write, value, kind):
         opened(path, group="patient")
 
 
-@pytest.mark.parametrize("key", ["split", "Split", "patient", "Patient"])
-def test_a_key_that_the_first_record_lacks_is_refused(write, key):
+@pytest.mark.parametrize("key", ["split", "Split", "patient", "Patient", "note"])
+def test_a_key_that_the_first_record_lacks_is_refused_where_it_is_read(write, key):
     path = write(keyed(**{key: lambda number: "train" if number else ...}), "list.jsonl")
-    with pytest.raises(DataError, match=f"line 2, 3.*: this record has '{key}', the first one do"):
-        opened(path, group="patient")
+    if key == "note":
+        assert len(opened(path).classes) == 2
+    else:
+        message = f"line 2, 3.*: this record has '{key}', the first one do"
+        with pytest.raises(DataError, match=message):
+            opened(path, group="patient")
 
 
 @pytest.mark.parametrize("multilabel", [True, None])
@@ -470,47 +443,31 @@ def test_a_record_without_the_label_of_others_has_not_none_of_the_classes(write,
     assert labels_by_name(splits)["a/0.png"] == []
 
 
-def test_other_keys_of_later_records_are_let_be(write):
-    note = keyed(note=lambda number: "x" if number % 2 else ...)
-    assert len(opened(write(note, "list.jsonl")).classes) == 2
-
-
 @pytest.mark.parametrize("name", ["=1+1", "-hat 100% wool", "@x", "a,=b"])
 def test_an_apostrophe_of_the_own_csv_files_is_no_part_of_a_label(write, name):
     cell = csv_text(name)
     assert cell != name
-    rows = [(image, f'"{cell if label == "a" else label}"') for image, label in ROWS]
-    splits = opened(write(table(rows)))
-    assert splits.classes == (*sorted([name, "b"]),)
+    said = [(image, cell if label == "a" else label) for image, label in ROWS]
+    quoted = table([(image, f'"{label}"') for image, label in said])
+    assert opened(write(quoted)).classes == (*sorted([name, "b"]),)
     plain = opened(write(table([(image, f"'{label}'") for image, label in ROWS]), "plain.csv"))
     assert plain.classes == ("'a'", "'b'")
-    lines = [
-        json.dumps({"image": image, "label": cell if label == "a" else label})
-        for image, label in ROWS
-    ]
-    assert opened(write("\n".join(lines), "list.jsonl")).classes == (*sorted([cell, "b"]),)
+    assert opened(write(records(said), "list.jsonl")).classes == (*sorted([cell, "b"]),)
 
 
 def test_names_without_a_suffix_are_those_of_images(write, images):
-    def classes(path, **asked):
-        splits = opened(path, **asked)
-        samples = (*splits.train, *splits.val)
-        found = {relative(one.path, splits.root): splits.classes[one.label] for one in samples}
-        return found, splits
-
     rows = [(name.removesuffix(".png"), label) for name, label in ROWS]
     columns = {"image_column": "id", "label_column": "breed"}
     path = write(table(rows, header="id,breed"))
-    found, _ = classes(path, **columns)
-    assert found == dict(ROWS)
+    found = labels_by_name(opened(path, **columns))
+    assert found == {name: [label] for name, label in ROWS}
     below = write(table([(str(n), "xy"[n % 2]) for n in range(10)]), "below.csv")
-    assert len(classes(below, images=str(images / "a"))[0]) == 10
-    both = write(table([*rows, ("a/3.png", "b")], header="id,breed"))
+    assert len(labels_by_name(opened(below, images=str(images / "a")))) == 10
+    both = write(table([*rows, ("a/3.png", "b")], header="id,breed"), "both.csv")
     with pytest.raises(DataError, match=r"line 22: a/3.png has two labels, a and b"):
-        classes(both, **columns)
-    write(table(rows, header="id,breed"))
+        opened(both, **columns)
     (images / "a/0.jpg").touch()  # of two images, none is guessed
-    assert "a/0" in classes(path, **columns)[0]
+    assert "a/0" in labels_by_name(opened(path, **columns))
 
 
 def test_other_words_in_a_column_of_splits_are_no_matter_of_a_prediction(write):

@@ -68,10 +68,7 @@ def test_an_image_is_one_sample_with_all_its_captions(flickr):
     assert names(everything, flickr) == [f"Images/{number:02d}.png" for number in range(12)]
     assert everything[3].captions == ("03.png a", "03.png b", "03.png c")
     assert {sample.label for sample in everything} == {NO_LABEL}
-    assert splits.classes == ()
-    assert splits.made
-    assert splits.root == flickr
-    assert all(os.path.isfile(sample.path) for sample in everything)
+    assert (splits.classes, splits.made, splits.root) == ((), True, flickr)
     assert noted(splits, f"captions.txt: its images are taken from {flickr}/Images")
     assert noted(splits, "held out 3 images, 25% of all")
 
@@ -114,32 +111,40 @@ def test_images_in_several_folders_are_refused(flickr):
     assert not noted(opened(flickr, images=str(flickr / "Images")), "taken from")
 
 
+def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(flickr, tmp_path):
+    rows = [(f"{flickr}/Images/./{number:02d}.png", "x") for number in range(4)]
+    path = table(tmp_path / "lists/list.csv", rows)
+    there = {f"{flickr}/Images/{number:02d}.png" for number in range(4)}
+    lists = str(tmp_path / "lists")
+    for settings in ({}, {"images": f"{flickr}/Images"}, {"images": lists, "allow_outside": True}):
+        splits = opened(path, **settings)
+        assert {sample.path for sample in (*splits.train, *splits.val)} == there
+    with pytest.raises(DataError, match=r"list.csv.* line 2: .*0.png lies outside of .*lists; say"):
+        opened(path, images=lists)
+
+
 @pytest.mark.parametrize(
-    ("records", "message"),
+    ("record", "message"),
     [
-        ([{"file_name": "a\0b", "text": "x"}], "line 1: a file name with a NUL"),
-        ([{"file_name": "a", "text": "x\0"}], "line 1: a caption with a NUL"),
-        ([{"file_name": "a\ud800", "text": "x"}], "line 1: half a character"),
-        ([{"file_name": "a", "text": "x\udc80"}], "line 1: half a character"),
-        ([{"file_name": "a", "text": " "}], "no image has a caption"),
-        ([{"file_name": "a", "captions": []}], "no image has a caption"),
-        ([{"file_name": "a", "text": "x"}], "no images left to validate on"),
+        ({"file_name": "a\0b", "text": "x"}, "line 1: a file name with a NUL"),
+        ({"file_name": "a", "text": "x\0"}, "line 1: a caption with a NUL"),
+        ({"file_name": "a\ud800", "text": "x"}, "line 1: half a character"),
+        ({"file_name": "a", "text": "x\udc80"}, "line 1: half a character"),
+        ({"file_name": "a", "text": " "}, "no image has a caption"),
+        ({"file_name": "a", "captions": []}, "no image has a caption"),
+        ({"file_name": "a", "text": "x"}, "no images left to validate on"),
     ],
 )
-def test_texts_that_are_none_are_refused(tmp_path, records, message):
-    lines(tmp_path / "metadata.jsonl", records)
+def test_texts_that_are_none_are_refused(tmp_path, record, message):
+    lines(tmp_path / "metadata.jsonl", [record])
     with pytest.raises(DataError, match=message):
         opened(tmp_path)
-    table(tmp_path / "list.csv", [])
-    with pytest.raises(DataError, match=r"list.csv: no captions in it"):
-        opened(tmp_path / "list.csv")
 
 
 def test_an_image_folder_with_its_own_splits(tmp_path):
     root = image_folder(tmp_path, ("train", "validation", "test"))
     splits = opened(root)
-    assert not splits.made
-    assert splits.notes == ()
+    assert (splits.made, splits.notes) == (False, ())
     assert names(splits.val, root)[0] == "validation/cat/validation1.png"
     assert splits.val[0].captions == ("a cat/validation1.png", "b")
     assert len(splits.train) == len(splits.val) == 20
@@ -247,22 +252,18 @@ def test_classes_are_a_column(flickr):
 
 def test_evaluation_of_one_split(tmp_path):
     root = image_folder(tmp_path, ("train", "valid"))
-    samples, notes = open_eval_split(
-        DatasetSpec(str(root), captions=True, labels=False), split="val", classes=()
-    )
+    plain, labelled = (DatasetSpec(str(root), captions=True, labels=it) for it in (False, True))
+    samples, notes = open_eval_split(plain, split="val", classes=())
     assert samples == opened(root).val
     assert notes == ("measured on valid",)
-    labelled = DatasetSpec(str(root), captions=True)
     samples, notes = open_eval_split(labelled, split="train", classes=["z", "dog", "cat"])
-    assert {(os.path.basename(os.path.dirname(s.path)), s.label) for s in samples} == {
-        ("dog", 1),
-        ("cat", 2),
-    }
+    found = {(os.path.basename(os.path.dirname(one.path)), one.label) for one in samples}
+    assert found == {("dog", 1), ("cat", 2)}
     assert notes == (f"{root}/train/metadata.jsonl has no images of class z",)
     with pytest.raises(DataError, match="classes that the model does not have: dog"):
         open_eval_split(labelled, split="val", classes=["cat"])
     with pytest.raises(DataError, match="no test list; it has train, valid"):
-        open_eval_split(labelled, split="test", classes=["cat"])
+        open_eval_split(plain, split="test", classes=())
 
 
 def test_no_file_is_looked_at_for_each_line(flickr, monkeypatch):

@@ -175,6 +175,7 @@ def coco(images, annotations):
 WRONG = [
     ("", "empty"),
     ("\n\n", "nothing in it; expected a header and rows"),
+    ("image,caption\n", "no captions in it; expected a line for each"),
     ("Một người, đàn ông\na.jpg,b\n", "line 1: no column of images among Một người, đàn ông; exp"),
     ("\x1b[31mred\u202e\nx\n", r"among \\x1b\[31mred\\u202e;"),
     ("hello\nworld\n", "line 1: no column of images among hello; expected"),
@@ -183,6 +184,7 @@ WRONG = [
     ("image,caption\na,b\n".encode("utf-16"), "has a NUL byte, .*; save it as UTF-8"),
     (b"image,caption\na.jpg,caf\xe9\n", r"line 2: not UTF-8 \(byte 0xe9\); save it as UTF-8"),
     ("image,caption\na.jpg,a\0b\n", "line 2: has a NUL byte"),
+    ("image,caption\ra.jpg,x\r", "line 1: lines end in CR alone, as on old Macs; save it"),
     ("image,label\na.jpg,cat\n", "line 1: no column of captions among image, label; expected cap"),
     ("name,caption\na.jpg,cat\n", "line 1: no column of images among name, caption; expected f"),
     ("image,caption,split\na.jpg,a, b,val\n", "line 2: 4 cells, but 3 in the header; a cell wit"),
