@@ -28,20 +28,9 @@ from vit.output.prediction_results import (
 from vit.text import BOM, printable, without_formula_guards
 
 NASTY = [
-    "plain.jpg",
-    'a,b"c.jpg',
-    "=HYPERLINK(1,2).jpg",
-    "+1.jpg",
-    "-1.jpg",
-    "@SUM(A1).jpg",
-    "\ttab.jpg",
-    "\rreturn.jpg",
-    "two\nlines.jpg",
-    "\x1b[31mred\x07.jpg",
-    "\x9b31m\x85\u2028\u2029.jpg",
-    "\u202egpj.exe",
-    "猫 e\u0301.jpg",
-    os.fsdecode(b"\xff\xfe.jpg"),
+    *("plain.jpg", 'a,b"c.jpg', "=HYPERLINK(1,2).jpg", "+1.jpg", "-1.jpg", "@SUM(A1).jpg"),
+    *("\ttab.jpg", "\rreturn.jpg", "two\nlines.jpg", "\x1b[31mred\x07.jpg", "\u202egpj.exe"),
+    *("\x9b31m\x85\u2028\u2029.jpg", "猫 e\u0301.jpg", os.fsdecode(b"\xff\xfe.jpg")),
     "<script>alert(1)</script>.jpg",
 ]
 ANSWERS = [Prediction(name, ((name, 0.75), ("other", 1e-300))) for name in NASTY]

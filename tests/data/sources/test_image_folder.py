@@ -103,9 +103,16 @@ def test_the_group_of_a_refusal_works_as_it_is_printed(make_tree, capsys):
         {"valid": 3, "invalid": 3, "unclear": 3},
         {f"train/{name}": count for name, count in SETS.items()},
         {f"archive/train/{name}": count for name, count in SETS.items()},
+        {"Train": 9, "Car": 9},  # images straight in them
+        {"Training/day": 9, "Car/day": 9},
+        {"Testing/a": 9, "Validation/a": 9, "Car": 9},
+        {"Training/s1": 9, "Testing/s2": 9},
+        {"Training/day": 9, "Testing/day": 9},
+        {"Train/a": 6, "Train/b": 6, "Test/c": 9, "Test/d": 3},
+        {"Train/a": 6, "Train/b": 6, "Bus": 9, "Car": 9},
     ],
 )
-def test_classes_may_hold_folders_of_any_names(make_tree, tree):
+def test_classes_may_have_any_names_and_hold_any_folders(make_tree, tree):
     below = (name.removeprefix("archive/").removeprefix("train/") for name in tree)
     assert opened(make_tree(tree)).classes == tuple(sorted({name.split("/")[0] for name in below}))
 

@@ -5,13 +5,12 @@ import tarfile
 
 import pytest
 
-from tests.data.sources.conftest import names, opened, plant, png
+from tests.data.sources.conftest import opened, plant, png
 from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.label_review import review_names
-from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
-from vit.data.sources.split_file import HeldOutSplit
+from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import ConfigError, DataError
 from vit.output.prediction_results import csv_row, write_review_list
 from vit.text import csv_text
@@ -230,13 +229,9 @@ def test_images_without_a_label_are_kept_for_a_teacher(data, tmp_path):
 
 def test_images_are_held_out_of_a_label_list_without_validation_images(data, tmp_path):
     rows = [f"train/{name}/{n}.png,{name}" for name in ("cat", "dog") for n in range(3)]
-    spec = DatasetSpec(str(data), label_list=listed(tmp_path, *rows))
-    splits = open_splits(spec, val_share=0.34, seed=0)
+    splits = opened(data, val_share=0.34, label_list=listed(tmp_path, *rows))
     assert (splits.classes, splits.made, splits.multilabel) == (("cat", "dog"), True, False)
     assert (len(splits.train), len(splits.val)) == (4, 2)
-    held_out = HeldOutSplit(data.resolve(), names(splits.val, data))
-    measured, _ = open_eval_split(spec, split="val", classes=splits.classes, held_out=held_out)
-    assert measured == splits.val
 
 
 def test_a_label_list_may_name_splits_and_several_labels(data, tmp_path):
