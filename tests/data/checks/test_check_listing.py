@@ -81,7 +81,8 @@ def test_every_bad_line_of_a_table_is_reported_and_the_others_are_checked(write,
         ("repeated_line", 13),
     ]
     assert {one.path for one in report.listing.images} == {str(images / n) for n in NAMES}
-    assert report.kinds()["unreadable"] == 1
+    (unreadable,) = (one for one in report.problems if one.kind == "unreadable")
+    assert unreadable.detail.endswith("list.csv, line 19)")
     assert report.listing.counts("all") == {"a": 5, "b": 3}
     assert not any("left out" in one.detail for one in report.problems)
     errors = [one for one in report.to_dict()["problems"] if one["severity"] == "error"]
@@ -110,8 +111,10 @@ def test_every_bad_record_of_json_is_reported(write, images):
 
 def test_lists_with_splits_report_the_problems_of_each(write, images):
     rows = [f"{line},{'val' if '3' in line else 'train'}" for line in GOOD]
-    path = write(["image,label,split", *rows, "a/0.png,a,val", "b/9.png,b,trian"])
-    assert located(checked(path)) == [("bad_line", 11), ("contradiction", 10)]
+    more = ["a/0.png,a,val", "b/9.png,b,trian", "c/0.png,c,val"]
+    report = checked(write(["image,label,split", *rows, *more]))
+    assert located(report) == [("bad_line", 11), ("contradiction", 10)]
+    assert report.kinds()["unknown_class"] == 1
     write(["image,label", *GOOD[:3], "x", *GOOD[4:7]], "train.csv")
     write(["image,label", "x", GOOD[3], GOOD[7]], "val.csv")
     report = checked(images)

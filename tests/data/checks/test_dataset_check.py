@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -29,16 +30,20 @@ from vit.data.sources.problems import KINDS, problem_kind
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
     """A clean folder with two classes and two splits."""
-    root, seed = tmp_path / "data", 0
-    for name, number in SPLIT.items():
-        (root / name).mkdir(parents=True)
-        for at in range(number):
-            scene(seed).save(root / name / f"{at}.png")
-            seed += 1
+    root = tmp_path_factory.mktemp("clean")
+    places = [f"{name}/{at}.png" for name, number in SPLIT.items() for at in range(number)]
+    for seed, place in enumerate(places):
+        (root / place).parent.mkdir(parents=True, exist_ok=True)
+        scene(seed).save(root / place)
     return root
+
+
+@pytest.fixture
+def folder(clean, tmp_path):
+    return shutil.copytree(clean, tmp_path / "data")
 
 
 def found(root, **settings):
@@ -185,48 +190,17 @@ def reasons(file: Path) -> list[str]:
 
 def test_every_reason_of_a_bad_image_has_a_problem_kind():
     folder = Path(image_io.__file__).parent
-    files = ("image_io.py", "archives.py")
     kinds: dict[str, set[str]] = {}
-    for reason in (reason for file in files for reason in reasons(folder / file)):
-        kinds.setdefault(problem_kind(reason), set()).add(reason)
+    for file in ("image_io.py", "archives.py"):
+        for reason in reasons(folder / file):
+            kinds.setdefault(problem_kind(reason), set()).add(reason)
     assert kinds["empty_file"] == {"an empty file (0 bytes)"}
-    assert kinds["truncated"] == {
-        "cut short: the shard ends before it",
-        "damaged or cut short (7)",
-    }
-    assert kinds["too_large"] == {
-        "7 x 7 is more than 7 pixels7; raise --max-pixels (in Python vit.set_max_pixels), or make "
-        "it smaller",
-        "declares more than 7 pixels",
-        "declares more than 7 pixels; raise --max-pixels if it is good",
-        "7 bytes are more than the limit of 7",
-        "7 scans of 7 x 7 pixels: too many; save it as a baseline JPEG",
-    }
-    assert not any(
-        word in reason for reason in kinds["unreadable"] for word in ("empty", "cut", "more than")
-    )
+    assert all("cut short" in reason for reason in kinds["truncated"])
+    assert all(re.search("more than|too many", reason) for reason in kinds["too_large"])
+    numbers = {kind: len(found) for kind, found in kinds.items() if kind != "unreadable"}
+    assert numbers == {"empty_file": 1, "truncated": 2, "too_large": 5}
+    assert not any(re.search("empty|cut|more than", reason) for reason in kinds["unreadable"])
     assert problem_kind("damaged or cut short (an empty file: more than nothing)") == "truncated"
-
-
-def test_an_image_list_is_checked_despite_bad_lines(folder):
-    lines = [
-        f"{name}/{at}.png,{name[-1]},{name[:-2]}" for name in SPLIT for at in range(SPLIT[name])
-    ]
-    (folder / "train/a/bad.png").write_bytes(b"x")
-    shutil.copy(folder / "train/a/1.png", folder / "train/b/twin.png")
-    lines += ["train/a/bad.png,a,train", "train/b/twin.png,b,train", "train/a/gone.png,a,train"]
-    table = folder / "list.csv"
-    table.write_text("\n".join(["image,label,split", *lines, "val/c/0.png,c,val", ""]))
-    report, kinds = found(table)
-    details = {
-        (one.kind, os.path.relpath(one.images[0], folder)): one.detail
-        for one in report.problems
-        if one.images
-    }
-    assert (kinds["unreadable"], kinds["unknown_class"]) == (3, 1)
-    assert details["unreadable", "train/a/bad.png"].endswith("list.csv, line 31)")
-    assert details["unreadable", "train/a/gone.png"].endswith("list.csv, line 33)")
-    assert "list.csv, line 3; " in details["two_labels", "train/a/1.png"]
 
 
 def test_exact_duplicates_equal_those_that_training_reports(folder):
@@ -423,8 +397,6 @@ def test_images_are_grouped_by_class_in_one_pass():
     names = [f"c{number}" for number in range(50)]
     images = Counted(ListedImage(f"{name}.png", "train", (name,)) for name in names)
     listing = DatasetListing(Path("data"), ["train"], names, images)
-    stats = {one.path: "broken" for one in images}
-    images.passes = 0
-    problems = unreadable_images(listing, stats)
+    problems = unreadable_images(listing, {f"{name}.png": "broken" for name in names})
     assert sum(one.kind == "broken_class" for one in problems) == 50
     assert images.passes == 1

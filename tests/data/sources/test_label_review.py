@@ -12,8 +12,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_splits, read_source
 from vit.errors import ConfigError, DataError
-from vit.output.prediction_results import csv_row, write_review_list
-from vit.text import csv_text
+from vit.output.prediction_results import write_review_list
 
 
 @pytest.fixture
@@ -83,26 +82,6 @@ def test_corrected_labels_replace_those_of_the_data(data, tmp_path):
     assert len(splits.val) == 6
 
 
-def test_a_review_written_for_spreadsheets_has_the_names_of_the_data(data, tmp_path):
-    odd = data / "train" / "=cmd(),@a"
-    (data / "train" / "cat").rename(odd)
-    (data / "val" / "cat").rename(data / "val" / "=cmd(),@a")
-    (odd / "0.png").rename(odd / "-0\t.png")
-    names = [f"train/=cmd(),@a/{name}" for name in ("-0\t.png", "1.png")]
-    root = data / "train"
-    rows = [[csv_text(name.removeprefix("train/")), csv_text("=cmd(),@a")] for name in names] + [
-        ["dog/0.png", csv_text("=cmd(),@a")]
-    ]
-    path = tmp_path / "list.csv"
-    path.write_text("image,label\n" + "".join(map(csv_row, rows)), encoding="utf-8")
-    assert path.read_text().count("'=cmd()") == 5
-    after, notes = labels(root, corrections=str(path))
-    assert notes[-1].endswith("list.csv: 3 images read, 1 label corrected")
-    assert [*after.values()].count("=cmd(),@a") == 4
-    _, notes = labels(root, exclude=str(path))
-    assert notes[-1].endswith("list.csv: 3 images left out")
-
-
 @pytest.mark.parametrize(
     ("setting", "rows", "message"),
     [
@@ -154,17 +133,11 @@ def test_a_label_list_is_all_that_is_used_and_its_empty_rows_are_counted(data, t
 
 
 def test_notes_about_a_label_list_are_those_of_any_list(data, tmp_path):
-    rows = ["train/dog/0.png,dog", 'train/cat/0.png,"cat, dog"', 'train/cat/1.png,"cat, hat"']
-    path = listed(tmp_path, *rows, "train/dog/0.png,dog")
-    _, notes = labels(data, label_list=path)
-    assert any("2 labels have a comma" in note and "write cat|dog" in note for note in notes)
-    assert any("left out 1 line that name an image again" in note for note in notes)
-    path = listed(tmp_path, *rows, "train/dog/0.png,coat")
-    _, notes = labels(data, label_list=path, multilabel=True)
-    assert any("1 image with other labels in another line" in note for note in notes)
-    path = listed(tmp_path, "train/cat/0.png,dog,x", header="image,label,likely")
-    _, notes = labels(data, corrections=path)
-    assert notes[-2].endswith("classes from label; not used: likely")
+    path = listed(tmp_path, *["train/cat/0.png,dog,x"] * 2, header="image,label,likely")
+    for setting in ("label_list", "corrections"):
+        _, notes = labels(data, **{setting: path})
+        assert any("left out 1 line that name an image again" in note for note in notes)
+        assert any(note.endswith("classes from label; not used: likely") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -271,15 +244,6 @@ def test_the_column_of_images_is_that_of_the_label_list_unless_the_data_have_one
     every = listed(tmp_path, *every, header="id,image", name="all.csv")
     found, _ = labels(every, images=str(data), label_list=path, **columns)
     assert [*found.values()] == ["x", "y"]
-
-
-def test_names_without_a_suffix_are_those_of_images_where_there_is_one(data, tmp_path):
-    rows = ["train/cat/0,x", "train/cat/1,x", "train/dog/0,y", "val/dog/0.png,y"]
-    assert len(labels(data, label_list=listed(tmp_path, *rows))[0]) == 4
-    plant(data, {"train/cat/1.jpg": png(1)})  # of two, none is guessed
-    found, notes = labels(data, label_list=listed(tmp_path, *rows))
-    assert ("train", "cat/1.png") not in found
-    assert any("3 labelled images (1 other not in the data)" in note for note in notes)
 
 
 def test_images_without_a_label_are_kept_apart_from_validation_images(data, tmp_path):
