@@ -71,36 +71,26 @@ def test_a_run_of_another_version_is_repeated_without_settings_of_other_tasks(tm
         make_config(call_settings(str(path), {}))
 
 
-def test_a_run_is_resumed_by_its_folder_alone(file, tmp_path):
-    file.rename(tmp_path / "config.yaml")
-    found = call_settings(None, {}, out=tmp_path, resume=True)
-    assert (found["data"], found["epochs"], found.complete) == ("photos", 20, True)
-
-
 @pytest.mark.parametrize(
-    ("stored", "flag", "kept"),
+    ("stored", "given", "kept", "note"),
     [
-        ("weights: timm/x\n", "auto", "timm/x"),
-        ("weights: timm/x\n", "timm/y", "timm/y"),
-        ("", "auto", "auto"),
+        ("weights: timm/x\n", {"weights": "auto"}, {"weights": "timm/x"}, ""),
+        ("weights: timm/x\n", {"weights": "timm/y"}, {"weights": "timm/y"}, ""),
+        ("", {"weights": "auto"}, {"weights": "auto"}, ""),
+        ("steps: 1234\n", {"time": "2h"}, {"steps": 1234}, "its 1,234 steps"),
+        ("", {"time": "2h"}, {}, "its length"),
+        ("", {}, {}, ""),
     ],
 )
-def test_a_resumed_run_keeps_the_weights_that_it_has_chosen(file, tmp_path, stored, flag, kept):
-    (tmp_path / "config.yaml").write_text(file.read_text() + stored)
-    found = call_settings("photos", {"weights": flag}, out=tmp_path, resume=True)
-    assert found["weights"] == kept
-
-
-@pytest.mark.parametrize(
-    ("stored", "kept"), [("steps: 1234\n", "its 1,234 steps"), ("", "its length")]
-)
-def test_the_time_of_a_resumed_run_is_noted_as_unused(file, tmp_path, stored, kept):
+def test_a_resumed_run_keeps_what_it_has_chosen(file, tmp_path, stored, given, kept, note):
+    whole = {"data": "photos", "lr": 0.001, "epochs": 20}
     (tmp_path / "config.yaml").write_text(file.read_text() + stored)
     notes = []
-    again = {"out": tmp_path, "resume": True, "notify": notes.append}
-    found = call_settings("photos", {"time": "2h"}, **again)
-    assert "time" not in found
-    assert notes == [f"note: time=2h is not used: the run keeps {kept}"]
+    for data in ("photos", None):
+        found = call_settings(data, given, out=tmp_path, resume=True, notify=notes.append)
+        assert found == {**whole, **kept}
+        assert found.complete
+    assert notes == ([f"note: time=2h is not used: the run keeps {note}"] * 2 if note else [])
 
 
 PLAN = "epochs: 30\nwarmup_epochs: 3\n"

@@ -25,20 +25,13 @@ from vit.text import nearest
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
-def test_numbers_may_be_typed_as_text():
-    config = make_config({"lr": "1e-3", "epochs": "7", "mean": ["0.1", "0.2", "0.3"]})
-    assert config.training.lr == 1e-3
-    assert config.training.epochs == 7
-    assert config.data.mean == (0.1, 0.2, 0.3)
-
-
-def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):
-    file = tmp_path / "a.yaml"
-    file.write_text("lr: 1e-3\nimg-size: 64\nopt: lamb\n")
-    config = make_config(read_settings(file))
-    assert config.training.lr == 1e-3
-    assert config.model.image_size == 64
-    assert config.training.optimizer == "lamb"
+@pytest.mark.parametrize("written", ["mean: ['0.1', '0.2', '0.3']\nimg-size: '64'", "img-size: 64"])
+def test_numbers_may_be_written_as_text_and_without_a_dot(tmp_path, written):
+    (tmp_path / "a.yaml").write_text(f"lr: 1e-3\nopt: lamb\nepochs: '7'\n{written}\n")
+    config = make_config(read_settings(tmp_path / "a.yaml"))
+    assert (config.training.lr, config.training.epochs) == (1e-3, 7)
+    assert (config.model.image_size, config.training.optimizer) == (64, "lamb")
+    assert config.data.mean == ((0.1, 0.2, 0.3) if "mean" in written else make_config({}).data.mean)
 
 
 @pytest.mark.parametrize(
@@ -121,27 +114,21 @@ def test_refuses_in_one_line(values, message):
         ("lr: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("lr: [1\n", "expected"),
         ("just words\n", "is not a list of `name: value` lines"),
-        ("a: " + "[" * 5000, "YAML"),
+        ("a: " + "[" * 5000, ""),
     ],
 )
 def test_refuses_files_that_are_no_settings(tmp_path, text, message):
-    file = tmp_path / "a.yaml"
+    file = tmp_path / "conf.yaml"
+    file.write_text("# nothing yet\n")
+    assert read_settings(file) == {}
+    with pytest.raises(ConfigError, match=r"No such file or directory; did you mean .*conf\.yaml"):
+        read_settings(tmp_path / "cnof.yaml")
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         read_settings(file)
     assert str(file) in str(error.value)
-    assert message in str(error.value) or len(text) > 1000
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_an_empty_file_changes_nothing(tmp_path):
-    (tmp_path / "a.yaml").write_text("# nothing yet\n")
-    assert read_settings(tmp_path / "a.yaml") == {}
-
-
-def test_a_missing_file_is_named():
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
-        read_settings("nowhere.yaml")
 
 
 def test_every_setting_has_its_sentence():
@@ -190,16 +177,6 @@ def test_other_settings_than_those_of_a_network_are_refused(values, message):
 def test_every_recipe_is_a_config(path):
     config = make_config(read_settings(path))
     assert make_config(flatten(config)) == config
-
-
-def test_there_are_recipes():
-    assert {"digits", "smoke", "imagenet_small"} <= {path.stem for path in RECIPES}
-
-
-def test_a_missing_file_of_settings_has_the_nearest_name(tmp_path):
-    (tmp_path / "conf.yaml").write_text("")
-    with pytest.raises(ConfigError, match=r"No such file or directory; did you mean .*conf\.yaml"):
-        read_settings(tmp_path / "cnof.yaml")
 
 
 def test_the_nearest_word_is_found_in_any_case_of_letters():

@@ -6,61 +6,45 @@ from vit.commands.main import main
 from vit.errors import VitError
 from vit.output.output_file import check_distinct
 
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--json", "a.json", "--html", "./a.json"], "--json and --html are one file"),
-        (["--json", "list.csv"], "--json list.csv is a file that is read: give another name"),
-        (["--html", "link.csv"], "--html link.csv is a file that is read: give another name"),
-    ],
-)
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["evaluate", "run", "list.csv"],
-        ["check", "list.csv"],
-        ["compare", "a", "b", "list.csv"],
-        ["suggest", "photos", "--weights", "run", "--labels", "list.csv"],
-    ],
-)
-def test_outputs_replace_no_input_and_not_each_other(
-    command, words, message, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "list.csv").write_text("image,label\n")
-    (tmp_path / "link.csv").symlink_to("list.csv")
-    assert main([*command, *words]) == 2
-    assert f"vit {command[0]}: {message}" in capsys.readouterr().err
-    assert (tmp_path / "list.csv").read_text() == "image,label\n"
+READ = "is a file that is read"
+EMPTY = "the name of an output file is empty"
+SUGGEST = "suggest data --weights run"
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["verify", "m.onnx", "--json", "m.onnx"], "--json m.onnx is a file that is read"),
-        (["summary", "m.onnx", "--json", "m.onnx"], "--json m.onnx is a file that is read"),
-        (["evaluate", "m.onnx", "data", "--out", "old.csv"], "old.csv exists; choose another name"),
-        (["suggest", "data", "--weights", "r", "-n", "1", "--out", "old.csv"], "old.csv exists"),
-        (["plan", "data", "--save", "old.csv"], "old.csv exists; choose another name"),
-        (["plan", "m.onnx", "--save", "m.onnx", "--overwrite"], "--save m.onnx is a file that is"),
-        (["export", "run", "--out", "m.onnx", "--json", "m.onnx"], "--out and --json are one file"),
-        (["evaluate", "run", "data", "--json", ""], "the name of an output file is empty"),
-        (["verify", "m.onnx", "--json", ""], "the name of an output file is empty"),
-        (["plan", "data", "--save", ""], "the name of an output file is empty"),
-        (["suggest", "data", "--weights", "run", "--out", ""], "the name of an output file is"),
+        ("evaluate run list.csv --json a.json --html ./a.json", "--json and --html are one file"),
+        ("evaluate run list.csv --json list.csv", f"--json list.csv {READ}: give another name"),
+        ("check list.csv --html link.csv", f"--html link.csv {READ}: give another name"),
+        ("compare a b list.csv --json list.csv", f"--json list.csv {READ}"),
+        (f"{SUGGEST} --labels list.csv --html link.csv", f"--html link.csv {READ}"),
+        ("verify m.onnx --json m.onnx", f"--json m.onnx {READ}"),
+        ("summary m.onnx --json m.onnx", f"--json m.onnx {READ}"),
+        ("plan m.onnx --save m.onnx --overwrite", f"--save m.onnx {READ}"),
+        ("export run --out m.onnx --json m.onnx", "--out and --json are one file"),
+        ("evaluate m.onnx data --out old.csv", "old.csv exists; choose another name"),
+        (f"{SUGGEST} -n 1 --out old.csv", "old.csv exists"),
+        ("plan data --save old.csv", "old.csv exists; choose another name"),
+        ("evaluate run data --json EMPTY", EMPTY),
+        ("verify m.onnx --json EMPTY", EMPTY),
+        ("plan data --save EMPTY", EMPTY),
+        (f"{SUGGEST} --out EMPTY", EMPTY),
     ],
 )
-def test_a_model_is_no_output_and_an_output_has_a_name(
+def test_outputs_replace_no_input_and_not_each_other_and_have_names(
     command, message, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.onnx").write_text("network")
-    (tmp_path / "old.csv").touch()
-    assert main(command) == 2
+    files = {"list.csv": "image,label\n", "m.onnx": "network", "old.csv": ""}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link.csv").symlink_to("list.csv")
+    assert main(["" if word == "EMPTY" else word for word in command.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vit {command.split()[0]}: ")
     assert message in line
-    assert (tmp_path / "m.onnx").read_text() == "network"
+    assert {name: (tmp_path / name).read_text() for name in files} == files
 
 
 def test_devices_and_new_names_are_distinct(tmp_path):

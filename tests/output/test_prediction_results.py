@@ -28,20 +28,9 @@ from vit.output.prediction_results import (
 from vit.text import BOM, printable, without_formula_guards
 
 NASTY = [
-    "plain.jpg",
-    'a,b"c.jpg',
-    "=HYPERLINK(1,2).jpg",
-    "+1.jpg",
-    "-1.jpg",
-    "@SUM(A1).jpg",
-    "\ttab.jpg",
-    "\rreturn.jpg",
-    "two\nlines.jpg",
-    "\x1b[31mred\x07.jpg",
-    "\x9b31m\x85\u2028\u2029.jpg",
-    "\u202egpj.exe",
-    "猫 e\u0301.jpg",
-    os.fsdecode(b"\xff\xfe.jpg"),
+    *("plain.jpg", 'a,b"c.jpg', "=HYPERLINK(1,2).jpg", "+1.jpg", "-1.jpg", "@SUM(A1).jpg"),
+    *("\ttab.jpg", "\rreturn.jpg", "two\nlines.jpg", "\x1b[31mred\x07.jpg", "\u202egpj.exe"),
+    *("\x9b31m\x85\u2028\u2029.jpg", "猫 e\u0301.jpg", os.fsdecode(b"\xff\xfe.jpg")),
     "<script>alert(1)</script>.jpg",
 ]
 ANSWERS = [Prediction(name, ((name, 0.75), ("other", 1e-300))) for name in NASTY]
@@ -58,13 +47,12 @@ def json_of(answer, **options):
     return line(answer)
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("answer", [*ANSWERS, Prediction("猫.jpg")])
 def test_json_gives_every_name_back(answer):
     line = json_of(answer)
-    line.encode("utf-8")
-    assert line.isprintable() is False  # the line end is the only character that is not
+    assert line.encode("utf-8").endswith(b"\n")
     assert line[:-1].isprintable()
-    assert len(line.splitlines()) == 1
+    assert ("猫" in line) == ("猫" in answer.image)
     record = json.loads(line)
     assert record["image"] == answer.image
     if answer.error is None:
@@ -75,8 +63,14 @@ def test_json_gives_every_name_back(answer):
         assert record == {"image": answer.image, "error": answer.error}
 
 
-def test_json_keeps_readable_names_readable():
-    assert "猫" in json_of(Prediction("猫.jpg"))
+@pytest.mark.parametrize("answer", SPEECHES)
+def test_json_gives_every_caption_back(answer):
+    line = json_of(answer, n_best=2)
+    assert line[:-1].isprintable()
+    first = {"caption": answer.image, "score": -0.5}
+    second = {"caption": "b", "score": -2.0, "ended": False}
+    assert json.loads(line) == {"image": answer.image, **first, "captions": [first, second]}
+    assert json.loads(json_of(answer)).keys() == {"image", "caption", "score"}
 
 
 def test_json_refuses_what_is_not_json():
@@ -84,19 +78,37 @@ def test_json_refuses_what_is_not_json():
         to_json({"loss": float("nan")})
 
 
-def test_csv_is_whole_and_runs_nothing():
-    header, line = csv_lines(LAYOUT)
-    text = header + "".join(map(line, ANSWERS))
-    text.encode("utf-8")
-    assert text.count("\r\n") == text.count("\n") == len(ANSWERS) + 1
-    rows = list(csv.reader(text.splitlines(keepends=True), strict=True))
-    assert rows[0] == ["image", "label_1", "score_1", "label_2", "score_2", "error"]
-    assert {len(row) for row in rows} == {6}
-    for row, answer in zip(rows[1:], ANSWERS, strict=True):
-        assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in row)
+def csv_rows(layout, answers):
+    """The rows of answers as a parser reads them, in which no cell is a formula."""
+    header, line = csv_lines(layout)
+    text = header + "".join(map(line, answers))
+    assert text.encode("utf-8").count(b"\r\n") == text.count("\n") == len(answers) + 1
+    first, *rows = csv.reader(text.splitlines(keepends=True), strict=True)
+    assert {len(row) for row in rows} == {len(first)} == {6}
+    for row in rows:
+        texts = [cell for cell in row if cell not in ("-0.5", "-2.0")]
+        assert not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in texts)
         assert all(cell.isprintable() for cell in row)
-        if answer.image[0] in "=+-@\t\r":
-            assert row[0].startswith("'")
+    return first, rows
+
+
+def safe_table(layout, answers, score):
+    """The rows of a table, of which scores begin in one column."""
+    header, line = table_lines(layout)
+    rows = [line(answer) for answer in answers]
+    for row in [header, *rows]:
+        assert row.endswith("\n")
+        assert row[:-1].isprintable()
+        row.encode("utf-8")
+    (start,) = {display_width(row[: row.index(score)]) for row in rows if score in row}
+    return header, start
+
+
+def test_csv_is_whole_and_runs_nothing():
+    header, rows = csv_rows(LAYOUT, ANSWERS)
+    assert header == ["image", "label_1", "score_1", "label_2", "score_2", "error"]
+    for row, answer in zip(rows, ANSWERS, strict=True):
+        assert row[0].startswith("'") == (answer.image[0] in "=+-@\t\r")
         assert (row[5] != "") == (answer.error is not None)
         assert [float(cell) for cell in (row[2], row[4]) if cell] == [
             score for _, score in answer.predictions
@@ -104,14 +116,16 @@ def test_csv_is_whole_and_runs_nothing():
 
 
 def test_table_is_one_safe_line_an_answer():
-    header, line = table_lines(LAYOUT)
-    rows = [line(answer) for answer in ANSWERS]
-    for row in [header, *rows]:
-        assert row.endswith("\n")
-        assert row[:-1].isprintable()
-        row.encode("utf-8")
-    starts = {display_width(row[: row.index("75.00%") - 1]) for row in rows if "75.00%" in row}
-    assert starts == {display_width(header[: header.index("score")])}
+    header, start = safe_table(LAYOUT, ANSWERS, " 75.00%")
+    assert start == display_width(header[: header.index("score")])
+
+
+def test_captions_are_safe_in_csv_and_in_a_table():
+    layout = Layout(top_k=0, classes=(), images=NASTY, n_best=2)
+    _, rows = csv_rows(layout, SPEECHES)
+    assert {(row[2], row[4]) for row in rows} == {("-0.5", "-2.0")}
+
+    safe_table(layout, SPEECHES, "-0.500")
 
 
 def test_a_name_wider_than_its_column_is_not_cut():
@@ -150,55 +164,17 @@ def test_no_separator_of_any_country_begins_a_formula(name):
 
 def test_a_workbook_has_names_as_they_are_and_percentages(tmp_path):
     header, line = xlsx_lines(LAYOUT)
-    rows = [header, *map(line, ANSWERS)]
     with open(tmp_path / "a.xlsx", "wb") as file:
-        write_workbook(file, [row.encode() for row in rows])
-    sheet = openpyxl.load_workbook(tmp_path / "a.xlsx").active
-    cells = list(sheet.iter_rows())
-    assert [cell.value for cell in cells[0]] == [
-        *("image", "label_1", "score_1", "label_2", "score_2", "error")
-    ]
-    assert len(cells) == len(ANSWERS) + 1
-    for row, answer in zip(cells[1:], ANSWERS, strict=True):
+        write_workbook(file, [row.encode() for row in (header, *map(line, ANSWERS))])
+    first, *cells = openpyxl.load_workbook(tmp_path / "a.xlsx").active.iter_rows()
+    columns = ["image", "label_1", "score_1", "label_2", "score_2", "error"]
+    assert [cell.value for cell in first] == columns
+    for row, answer in zip(cells, ANSWERS, strict=True):
         assert row[0].value == printable(answer.image)
         assert {cell.data_type for cell in row} <= {"s", "n"}  # not "f", a formula
         scores = [row[2].value, row[4].value]
         assert scores == ([None, None] if answer.error else [0.75, 1e-300])
-    assert cells[1][2].number_format == "0.00%"
-
-
-@pytest.mark.parametrize("answer", SPEECHES)
-def test_json_gives_every_caption_back(answer):
-    line = json_of(answer, n_best=2)
-    assert line[:-1].isprintable()
-    assert json.loads(line) == {
-        "image": answer.image,
-        "caption": answer.image,
-        "score": -0.5,
-        "captions": [
-            {"caption": answer.image, "score": -0.5},
-            {"caption": "b", "score": -2.0, "ended": False},
-        ],
-    }
-    assert json.loads(json_of(answer)).keys() == {"image", "caption", "score"}
-
-
-def test_captions_are_safe_in_csv_and_in_a_table():
-    layout = Layout(top_k=0, classes=(), images=NASTY, n_best=2)
-    header, line = csv_lines(layout)
-    text = header + "".join(map(line, SPEECHES))
-    assert text.count("\r\n") == text.count("\n") == len(SPEECHES) + 1
-    rows = list(csv.reader(text.splitlines(keepends=True), strict=True))
-    assert {len(row) for row in rows} == {6}
-    for row in rows[1:]:
-        assert not row[1].startswith(("=", "+", "-", "@", "\t", "\r"))
-        assert all(cell.isprintable() for cell in row)
-        assert (row[2], row[4]) == ("-0.5", "-2.0")
-    header, line = table_lines(layout)
-    found = [line(answer) for answer in SPEECHES]
-    assert all(row[:-1].isprintable() and row.endswith("\n") for row in [header, *found])
-    ends = {display_width(row[: row.index("-0.500")]) for row in found}
-    assert len(ends) == 1
+    assert cells[0][2].number_format == "0.00%"
 
 
 def test_unknown_answers_and_sets_are_in_every_format():

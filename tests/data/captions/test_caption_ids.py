@@ -60,10 +60,18 @@ def test_an_image_is_compared_with_one_of_other_words(trained, repeats, samples)
     assert CaptionIds(plain, trained, 40).mismatch_shift == 3
 
 
-def test_a_sample_may_have_no_captions(trained):
-    captions = CaptionIds([[]], trained, 10)
-    assert (captions.too_long, captions.longest, captions.mean_tokens) == (0, 0, 0.0)
-    assert captions.count(0) == 0
+@pytest.mark.parametrize(
+    ("samples", "counts", "lengths"),
+    [
+        ([["a b", "a b c d e f"], ["a"]], [1, 1], (1, 8, 4, 2.5)),
+        ([[]], [0], (0, 0, 0, 0.0)),
+        ([], [], (0, 0, 0, 0.0)),
+    ],
+)
+def test_the_lengths_of_captions_and_of_those_kept_are_recorded(samples, counts, lengths):
+    kept = CaptionIds(samples, train_tokenizer(["a b c d e f"] * 2), 5)
+    assert (kept.too_long, kept.longest, kept.longest_kept, kept.mean_tokens) == lengths
+    assert [kept.count(number) for number in range(len(samples))] == counts
 
 
 def test_captions_take_little_memory_and_few_bytes_when_pickled(trained):
@@ -82,10 +90,3 @@ def test_padding_equals_torch_s_pad_sequence():
     expected = pad_sequence([torch.tensor(row) for row in rows], True, padding_value=3)
     assert torch.equal(padded, expected)
     assert padded.dtype == torch.int64
-
-
-def test_the_lengths_of_the_longest_caption_and_of_the_longest_kept_are_recorded():
-    tokenizer = train_tokenizer(["a b c d e f"] * 2)
-    kept = CaptionIds([["a b", "a b c d e f"], ["a"]], tokenizer, 5)
-    assert (kept.too_long, kept.longest, kept.longest_kept) == (1, 8, 4)
-    assert CaptionIds([], tokenizer, 5).longest_kept == 0

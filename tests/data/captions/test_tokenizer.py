@@ -26,43 +26,26 @@ from vit.data.captions.tokenizer import (
 )
 from vit.errors import ConfigError, DataError, VitError, WeightsError
 
-CAPTIONS = [
-    *("a dog runs on the grass .", "two dogs run on the wet grass", "A man's dog (a big one)."),
-    *("a red circle left of a blue square", "the blue square is red, the circle is not"),
-    *("một con chó chạy trên cỏ", "một con mèo trên cỏ", "一只红色的狗", "一只黑色的狗"),
-    *(
-        "مَرْحَبًا كلب",
-        "مَرْحَبًا قطة",
-        "नमस्ते दुनिया",
-        "नमस्ते कुत्ता",
-        "family 👩‍👩‍👧 👩‍👩‍👧",
-        "12 dogs, 12 cats",
-    ),
-]
+CAPTIONS = """a dog runs on the grass .
+two dogs run on the wet grass
+A man's dog (a big one).
+a red circle left of a blue square
+the blue square is red, the circle is not
+một con chó chạy trên cỏ
+một con mèo trên cỏ
+一只红色的狗
+一只黑色的狗
+مَرْحَبًا كلب
+مَرْحَبًا قطة
+नमस्ते दुनिया
+नमस्ते कुत्ता
+family 👩‍👩‍👧 👩‍👩‍👧
+12 dogs, 12 cats""".splitlines()
 STRANGE = [
-    *(
-        "",
-        " ",
-        "\t a\n\nb\x1cc\u3000d ",
-        "e\u0301tude \u0301x",
-        "don't  do\u00a0it",
-        "\x00\x01\x1b[0m",
-    ),
-    *(
-        "👩‍👩‍👧‍👦🏽 🇻🇳",
-        "\ufeffBOM \u200b\u200e",
-        "ﷺ ﬁ ²",
-        "हिन्दी में",
-        "x" * 300,
-        "\U000e0001\U0010ffff",
-    ),
-    *(
-        "##ing ## ### #a",
-        "<| end |>",
-        "<end> [SEP] </s> <|endoftext|> [UNK] <s>",
-        " ##a",
-        "Ġdog ▁a",
-    ),
+    *("", " ", "\t a\n\nb\x1cc\u3000d ", "e\u0301tude \u0301x", "don't  do\u00a0it"),
+    *("\x00\x01\x1b[0m", "👩‍👩‍👧‍👦🏽 🇻🇳", "\ufeffBOM \u200b\u200e", "ﷺ ﬁ ²", "हिन्दी में"),
+    *("x" * 300, "\U000e0001\U0010ffff", "##ing ## ### #a", "<| end |>"),
+    *("<end> [SEP] </s> <|endoftext|> [UNK] <s>", " ##a", "Ġdog ▁a"),
 ]
 RANGES = [(32, 127), (0, 0x250), (0x300, 0x370), (0x600, 0x700), (0x900, 0x980), (0x1E00, 0x2100)]
 RANGES += [(0x4E00, 0x4F00), (0x1F300, 0x1F700), (0, 0xD800), (0xE000, 0x110000)]
@@ -95,8 +78,9 @@ def bpe():
 def test_bpe_decodes_any_text_to_its_normalised_form(bpe):
     assert len(TEXTS) > 300
     for text, ids in zip(TEXTS, bpe.encode(TEXTS), strict=True):
-        assert bpe.decode(ids) == normalised(text)
-        assert bpe.decode([bpe.begin, *ids, bpe.end, bpe.pad]) == normalised(text)
+        assert (
+            bpe.decode(ids) == bpe.decode([bpe.begin, *ids, bpe.end, bpe.pad]) == normalised(text)
+        )
         assert {bpe.pad, bpe.begin, bpe.end}.isdisjoint(ids)
         assert all(number < bpe.size for number in ids)
     assert bpe.count_unknown(TEXTS) == 0
@@ -194,12 +178,13 @@ def test_captions_without_words_are_refused(captions):
 
 
 def run(code, **environment):
+    inherited = {name: text for name, text in os.environ.items() if "TOKENIZERS" not in name}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, **environment},
+        env={**inherited, **environment},
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -237,15 +222,7 @@ def test_processes_can_be_forked_after_training_a_tokenizer(switch):
         "if not child: os._exit(ids != decoded())\n"
         "assert os.waitpid(child, 0)[1] == 0"
     )
-    environment = {name: text for name, text in os.environ.items() if "TOKENIZERS" not in name}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**environment, "RAYON_NUM_THREADS": "4", **switch},
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert run(code, RAYON_NUM_THREADS="4", **switch) == ""
 
 
 @pytest.mark.parametrize("value", [None, "true"])
@@ -258,7 +235,6 @@ def test_training_restores_the_environment(monkeypatch, value):
 
 
 def test_the_command_line_imports_no_tokenizers_library():
-    run("import vit, sys; assert 'tokenizers' not in sys.modules")
     code = "from vit.commands.main import main; import sys; main(['--help'])"
     assert "train" in run(f"{code}; assert 'tokenizers' not in sys.modules")
 
@@ -351,11 +327,13 @@ def test_files_of_transformers_give_its_ids_and_text(foreign, tmp_path):
         assert ours.decode([ours.begin, *ids, ours.end, ours.pad]) == decoded
 
 
-def test_files_of_transformers_decode_what_they_encode(foreign):
+def test_files_of_transformers_decode_what_they_encode_and_count_the_rest(foreign):
     name, ours, _ = foreign
     if name == "gpt2":
         assert [ours.decode(ids) for ids in ours.encode(TEXTS)] == TEXTS
     assert ours.decode(ours.encode(["a red dog"])[0]) == "a red dog"
+    unknown = {"gpt2": 0, "bert": 1, "unigram": 1}[name]
+    assert ours.count_unknown(["a dog", "a ☃ dog", "red"]) == unknown
 
 
 def test_text_never_becomes_a_special_token(bpe, foreign):
@@ -371,12 +349,6 @@ def test_text_never_becomes_a_special_token(bpe, foreign):
         assert mask not in foreign[1].encode(["a [MASK]"])[0]
     if foreign[0] == "unigram":
         assert foreign[1].decode(foreign[1].encode(["a </s>"])[0]) == "a </s>"
-
-
-def test_captions_with_unknown_words_are_counted_for_files_of_transformers(foreign):
-    name, ours, _ = foreign
-    expected = {"gpt2": 0, "bert": 1, "unigram": 1}[name]
-    assert ours.count_unknown(["a dog", "a ☃ dog", "red"]) == expected
 
 
 def test_sampling_in_a_file_is_disabled():
@@ -431,11 +403,10 @@ def test_damaged_files_are_refused_in_one_line(name, tmp_path):
     file.write_bytes(BAD[name])
     with pytest.raises(DataError, match=r"tokenizer\.json is no usable") as caught:
         open_tokenizer(file)
-    assert len(str(caught.value).splitlines()) == 1
-    assert str(file) in str(caught.value)
     with pytest.raises(WeightsError, match="no usable") as refused:
         Tokenizer.from_json(BAD[name].decode("latin-1"))
-    assert len(str(refused.value).splitlines()) == 1
+    assert [len(str(one.value).splitlines()) for one in (caught, refused)] == [1, 1]
+    assert str(file) in str(caught.value)
 
 
 def test_missing_and_oversized_files_are_refused(tmp_path, monkeypatch):
@@ -450,18 +421,14 @@ def test_missing_and_oversized_files_are_refused(tmp_path, monkeypatch):
         Tokenizer.from_json(" " * 101)
 
 
-def test_half_of_a_surrogate_pair_is_refused(bpe):
+def test_texts_that_cannot_be_tokenised_are_refused_by_name(bpe):
     with pytest.raises(DataError, match=r"the text '\\ud83d' holds half"):
         bpe.encode(["a dog", "a \ud83d dog"])
     with pytest.raises(DataError, match="holds half"):
         train_tokenizer(["a \ud83d dog"])
-
-
-def test_a_word_without_any_token_is_refused_by_name():
     library = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="none"))
-    with pytest.raises(VitError, match="the text 'dog' cannot be tokenised") as caught:
+    with pytest.raises(VitError, match=r"^.*the text 'dog' cannot be tokenised.*$"):
         Tokenizer.from_json(library.to_str()).encode(["dog"])
-    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_training_again_with_the_size_it_chose_gives_the_same_tokenizer():

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageDraw
 from sklearn.datasets import load_digits
 
+from tests.data.sources.conftest import opened, plant
 from vit.data.sources import builtin_datasets
 from vit.data.sources.builtin_datasets import (
     COLOURS,
@@ -25,15 +26,13 @@ from vit.data.sources.builtin_datasets import (
     shapes_folder,
 )
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import open_eval_split, open_splits
+from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
-
-MANY = 200
 
 
 @pytest.fixture(scope="module")
 def some_scenes():
-    return list(islice(builtin_datasets.scenes("train"), MANY))
+    return list(islice(builtin_datasets.scenes("train"), 200))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def by_name(folder, tmp_path, monkeypatch):
-    (tmp_path / "vit-toolkit").symlink_to(folder.parent)
+    plant(tmp_path, {"vit-toolkit": folder.parent})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -165,28 +164,22 @@ def test_the_folder_is_an_image_folder_with_captions(folder):
 
 
 def test_shapes_open_by_name_for_captions_and_for_classes(by_name):
-    captions = DatasetSpec("shapes", captions=True, labels=False)
-    splits = open_splits(captions, val_share=0.1, seed=0)
-    both = open_splits(DatasetSpec("shapes", captions=True), val_share=0.1, seed=0)
-    plain = open_splits("shapes", val_share=0.1, seed=0)
+    splits = opened("shapes", captions=True, labels=False)
+    both, plain = opened("shapes", captions=True), opened("shapes")
     assert splits.notes == both.notes == plain.notes == ()
-    assert len(plain.classes) == 10
-    assert both.classes == plain.classes
-    assert not splits.classes
+    assert (len(plain.classes), both.classes, splits.classes) == (10, plain.classes, ())
     assert {(s.path, s.label) for s in both.train} == {(s.path, s.label) for s in plain.train}
     assert [(s.path, s.captions) for s in both.val] == [(s.path, s.captions) for s in splits.val]
     assert all(len(sample.captions) == 2 for sample in splits.train)
 
 
-def test_the_unseen_split_is_for_evaluation(by_name):
-    captions = DatasetSpec("shapes", captions=True, labels=False)
-    samples, notes = open_eval_split(captions, split="unseen", classes=())
-    assert len(samples) == 20
-    assert notes == ()
-    classes = open_splits("shapes", val_share=0.1, seed=0).classes
-    labelled, notes = open_eval_split("shapes", split="unseen", classes=classes)
-    assert {sample.path for sample in labelled} == {sample.path for sample in samples}
-    assert notes == ()
+@pytest.mark.parametrize("captions", [True, False])
+def test_the_unseen_split_is_for_evaluation(by_name, captions):
+    spec = DatasetSpec("shapes", captions=captions, labels=not captions)
+    classes = () if captions else opened("shapes").classes
+    samples, notes = open_eval_split(spec, split="unseen", classes=classes)
+    assert (len(samples), notes) == (20, ())
+    assert all("/unseen/" in sample.path for sample in samples)
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +204,15 @@ def test_a_fifth_of_each_digit_is_for_validation(digits):
         assert val == (train + val) // 5
 
 
-def test_an_intact_digits_folder_is_not_rewritten(digits):
-    before = (digits / "train/0").stat().st_mtime_ns
-    assert digits_folder(digits.parent) == digits
-    assert (digits / "train/0").stat().st_mtime_ns == before
-    assert {path.name for path in digits.parent.iterdir()} == {".lock", "digits-v1"}
-
-
-def test_processes_may_write_the_digits_concurrently(tmp_path):
+def test_processes_may_write_the_digits_concurrently_and_an_intact_folder_stays(tmp_path):
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(digits_folder, [tmp_path] * 2, chunksize=1)
     assert set(folders) == {tmp_path / "digits-v1"}
     assert len([*folders[0].glob("*/*/*.png")]) == 1797
+    before = (folders[0] / "train/0").stat().st_mtime_ns
+    assert digits_folder(tmp_path) == folders[0]
+    assert (folders[0] / "train/0").stat().st_mtime_ns == before
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "digits-v1"}
 
 
 def test_an_unwritable_cache_is_refused(tmp_path):
@@ -232,16 +222,14 @@ def test_an_unwritable_cache_is_refused(tmp_path):
 
 
 def test_digits_open_by_name_unless_a_folder_has_it(monkeypatch, tmp_path, digits, make_tree):
+    plant(tmp_path, {"cache/vit-toolkit": digits.parent})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache/vit-toolkit").symlink_to(digits.parent)
     monkeypatch.chdir(tmp_path)
-    splits = open_splits("digits", val_share=0.2, seed=0)
+    splits = opened("digits")
     assert splits.classes == tuple("0123456789")
     assert len(splits.train) + len(splits.val) == 1797
-    assert splits.notes == ()
-    assert not splits.made
+    assert (splits.notes, splits.made) == ((), False)
     make_tree({"a": 20, "b": 20}).rename(tmp_path / "digits")
-    splits = open_splits("digits", val_share=0.2, seed=0)
+    splits = opened("digits")
     assert splits.classes == ("a", "b")
     assert "not the built-in dataset" in splits.notes[0]

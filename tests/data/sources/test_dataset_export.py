@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from PIL import Image
 
+from tests.data.sources.conftest import plant, png
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_export import (
@@ -22,30 +23,23 @@ from vit.errors import ConfigError, DataError
 from vit.paths import casefold_name
 
 
+def export(listed, out, to):
+    quiet = {"max_bytes": 10**9, "progress": lambda _done, _total: None}
+    return export_dataset(listed, "x", out, to=to, **quiet)
+
+
 def test_multilabel_datasets_are_exported_with_lists_of_labels(tmp_path):
-    for number in range(3):
-        Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    plant(tmp_path, {f"{number}.png": png(number) for number in range(3)})
     items = [ImageRecord(str(tmp_path / f"{n}.png"), ("b", "a", "c/d")[:n]) for n in range(3)]
     listed = DatasetIndex(tmp_path, {"train": items}, {"train": "here"}, multilabel=True)
-    made = {
-        kind: export_dataset(
-            listed,
-            "x",
-            tmp_path / kind,
-            to=kind,
-            max_bytes=10**9,
-            progress=lambda _done, _total: None,
-        )
-        for kind in ("shards", "folder")
-    }
-    assert made["folder"].images == 3
+    for kind in ("shards", "folder"):
+        assert export(listed, tmp_path / kind, kind).images == 3
     again = read_source(DatasetSpec(str(tmp_path / "shards"), all_splits=True))
     assert again.multilabel
     assert [item.labels for item in again.splits["train"]] == [(), ("b",), ("b", "a")]
     lines = (tmp_path / "folder/labels.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines][2] == {
-        "image": "images/train/2.png", "labels": ["b", "a"], "split": "train",
-    }  # fmt: skip
+    last = {"image": "images/train/2.png", "labels": ["b", "a"], "split": "train"}
+    assert json.loads(lines[2]) == last
     assert (tmp_path / "folder/images/train/2.png").is_file()
 
 
@@ -58,39 +52,27 @@ def test_images_behind_links_are_not_overwritten(tiny_data, tmp_path):
     for path in (tmp_path / "link/apple/0.png", linked):
         listed = DatasetIndex(tmp_path, {"": [ImageRecord(str(path), ("a",))]}, {"": "here"})
         with pytest.raises(DataError, match="holds images of the data"):
-            export_dataset(
-                listed, "x", out, to="folder", max_bytes=10**9, progress=lambda _done, _total: None
-            )
+            export(listed, out, "folder")
     assert linked.exists()
 
 
-@pytest.mark.parametrize(
-    ("size", "number"), [("256MB", 256 * 10**6), ("1.5 gib", 3 * 2**29), ("2M", 2 * 10**6)]
-)
-def test_shard_sizes_are_parsed_with_decimal_and_binary_units(size, number):
-    assert parse_shard_size(size) == number
-
-
-@pytest.mark.parametrize("size", ["", "MB", "-1MB", "1TB", "1e9", "0MB"])
-def test_invalid_shard_sizes_are_refused(size):
-    with pytest.raises(ConfigError, match="shard_size="):
-        parse_shard_size(size)
+def test_shard_sizes_are_parsed_with_decimal_and_binary_units():
+    sizes = {"256MB": 256 * 10**6, "1.5 gib": 3 * 2**29, "2M": 2 * 10**6}
+    assert {size: parse_shard_size(size) for size in sizes} == sizes
+    for size in ("", "MB", "-1MB", "1TB", "1e9", "0MB"):
+        with pytest.raises(ConfigError, match="shard_size="):
+            parse_shard_size(size)
 
 
 def test_many_equal_names_take_one_step_each(monkeypatch):
-    calls = []
-
-    def counted(name):
-        calls.append(name)
-        return casefold_name(name)
-
+    counted = Mock(wraps=casefold_name)
     monkeypatch.setattr("vit.data.sources.dataset_export.casefold_name", counted)
     names = UniqueNames()
     assert names.add("a-3.png") == "a-3.png"
     added = [names.add("a.png") for _ in range(100)]
     assert added[:4] == ["a.png", "a-2.png", "a-4.png", "a-5.png"]
     assert len({*added}) == 100
-    assert len(calls) <= 202
+    assert counted.call_count <= 202
 
 
 def test_file_names_are_safe_and_unique():

@@ -1,58 +1,49 @@
 """Warnings about a dataset before training: identical files, few or imbalanced images."""
 
 import os
+import shutil
 
 import pytest
 
+from tests.data.sources.conftest import noted, opened
 from vit.data.sources.dataset_warnings import equal_files, misspelt_names
-from vit.data.sources.open_dataset import open_splits
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
 
-def open_data(root):
-    return open_splits(str(root), val_share=0.25, seed=0)
+LEAK = "in training and in validation or test (leak): "
 
 
-def has_note(splits, text: str) -> bool:
-    return any(text in note for note in splits.notes)
-
-
-def test_identical_files_in_both_splits_get_a_note(make_tree):
+@pytest.mark.parametrize(
+    ("copies", "notes"),
+    [
+        (
+            {"train/a/copy0.png": "val/a/0.png", "train/a/copy1.png": "val/a/1.png"},
+            [f"2 images {LEAK}train/a/copy0.png = val/a/0.png"],
+        ),
+        (
+            {"train/b/twin.png": "train/a/0.png"},
+            ["1 image in more than one class: train/a/0.png = train/b/twin.png"],
+        ),
+        (
+            {"train/b/twin.png": "val/a/0.png"},
+            [
+                f"1 image {LEAK}train/b/twin.png = val/a/0.png; the scores",
+                "1 image in more than one class: train/b/twin.png = val/a/0.png; keep the right",
+            ],
+        ),
+        ({"train/a/twin.png": "train/a/0.png"}, []),
+    ],
+    ids=["splits", "classes", "both", "one class"],
+)
+def test_identical_files_in_several_splits_or_classes_get_a_note(make_tree, copies, notes):
     root = make_tree(SPLIT)
-    for number in range(2):
-        copy = (root / f"val/a/{number}.png").read_bytes()
-        (root / f"train/a/copy{number}.png").write_bytes(copy)
-    splits = open_data(root)
-    assert has_note(
-        splits, "2 images in training and in validation or test (leak): train/a/copy0.png = val"
-    )
-    assert len(splits.train) == 26
-
-
-def test_identical_files_in_two_classes_get_a_note(make_tree):
-    root = make_tree(SPLIT)
-    (root / "train/b/twin.png").write_bytes((root / "train/a/0.png").read_bytes())
-    assert has_note(
-        open_data(root), "1 image in more than one class: train/a/0.png = train/b/twin.png"
-    )
-
-
-def test_identical_files_in_two_splits_and_classes_get_both_notes(make_tree):
-    root = make_tree(SPLIT)
-    (root / "train/b/twin.png").write_bytes((root / "val/a/0.png").read_bytes())
-    splits = open_data(root)
-    pair = "train/b/twin.png = val/a/0.png"
-    assert has_note(
-        splits, f"1 image in training and in validation or test (leak): {pair}; the scores"
-    )
-    assert has_note(splits, f"1 image in more than one class: {pair}; keep the right one")
-
-
-def test_identical_files_in_one_class_get_no_note(make_tree):
-    root = make_tree(SPLIT)
-    (root / "train/a/twin.png").write_bytes((root / "train/a/0.png").read_bytes())
-    assert open_data(root).notes == ()
+    for copy, file in copies.items():
+        shutil.copy(root / file, root / copy)
+    splits = opened(root)
+    assert len(splits.train) == 24 + len(copies)
+    assert len(splits.notes) == len(notes)
+    assert all(noted(splits, note) for note in notes)
 
 
 def test_files_that_differ_in_the_middle_are_not_equal(tmp_path):
@@ -72,12 +63,26 @@ def test_pipes_and_huge_files_are_not_compared(tmp_path):
     assert equal_files(map(str, sorted(tmp_path.iterdir()))) == []
 
 
-def test_small_classes_among_larger_ones_get_a_note(make_tree):
-    root = make_tree({"a": 32, "b": 32})
-    assert not has_note(open_data(root), "very few")
-    splits = open_data(make_tree({"c": 8, "d": 4}))
-    assert has_note(splits, "classes of fewer than 10 training images, very few: d 3, c 6")
-    assert not has_note(splits, "imbalanced")
+FEW = "classes of fewer than 10 training images, very few: "
+
+
+@pytest.mark.parametrize(
+    ("tree", "notes"),
+    [
+        ({"a": 32, "b": 32}, []),
+        ({"a": 32, "b": 32, "c": 8, "d": 4}, [f"{FEW}d 3, c 6"]),
+        (
+            {"a": 60, "b": 4},
+            ["imbalanced classes: b has the fewest, 3 images; a has 45", f"{FEW}b 3"],
+        ),
+        ({"train/a": 1, "train/b": 1, "val/a": 1}, ["only 2 training", "very few"]),
+    ],
+)
+def test_small_and_unequal_classes_get_a_note(make_tree, tree, notes):
+    splits = opened(make_tree(tree))
+    assert all(noted(splits, note) for note in notes)
+    for words in ("very few", "imbalanced"):
+        assert noted(splits, words) == any(words in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +98,3 @@ def test_small_classes_among_larger_ones_get_a_note(make_tree):
 )
 def test_the_name_of_a_rare_class_may_be_a_typo(counts, pairs):
     assert misspelt_names(counts) == pairs
-
-
-def test_imbalanced_and_small_classes_get_a_note(make_tree):
-    splits = open_data(make_tree({"a": 60, "b": 4}))
-    assert has_note(splits, "imbalanced classes: b has the fewest, 3 images; a has 45")
-    assert has_note(splits, "classes of fewer than 10 training images, very few: b 3")
-    splits = open_data(make_tree({"a": 2, "b": 2}))
-    assert has_note(
-        open_data(make_tree({"train/a": 1, "train/b": 1, "val/a": 1})), "only 2 training"
-    )

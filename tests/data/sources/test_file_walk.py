@@ -1,14 +1,14 @@
 """Listing of images: what this toolkit wrote is no data, and files of other suffixes are named."""
 
 import pytest
-from PIL import Image
 
+from tests.data.sources.conftest import opened, plant, png
 from vit.commands.main import main
 from vit.data.checks.check_listing import list_dataset
 from vit.data.sources.dataset_export import export_data
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import OUTPUT_MARKER, FolderWalker, holds_output_only
-from vit.data.sources.open_dataset import list_images, open_splits, read_source
+from vit.data.sources.open_dataset import list_images, read_source
 from vit.errors import DataError
 
 RUN = ("config.yaml", "metrics.jsonl")
@@ -19,10 +19,9 @@ def photos(make_tree):
     return make_tree({"cat": 6, "dog": 6})
 
 
-def write(folder, *names):
+def touch(folder, *names):
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (folder / name).touch()
+    plant(folder, dict.fromkeys(names, b""))
 
 
 @pytest.mark.parametrize(
@@ -42,10 +41,10 @@ def write(folder, *names):
 )
 def test_what_vit_wrote_is_no_data(photos, files):
     for folder, names in files.items():
-        write(photos / folder, *names)
+        touch(photos / folder, *names)
     folders = ", ".join(sorted({name.split("/")[0] for name in files}))
     note = f"left out folders of runs, lists, reports, networks or other output: {folders}"
-    splits = open_splits(str(photos), val_share=0.25, seed=0)
+    splits = opened(photos)
     assert splits.classes == ("cat", "dog")
     assert note in splits.notes
     unlabelled = read_source(DatasetSpec(str(photos), labels=False))
@@ -68,14 +67,14 @@ def test_what_vit_wrote_is_no_data(photos, files):
 )
 def test_other_folders_without_images_are_empty_classes(photos, files):
     for folder, names in files.items():
-        write(photos / folder, *names)
+        touch(photos / folder, *names)
     with pytest.raises(DataError, match="class fox has no images"):
-        open_splits(str(photos), val_share=0.25, seed=0)
+        opened(photos)
 
 
 def test_images_beside_lists_and_runs_are_data(photos):
-    write(photos / "cat", "labels.csv", "model.onnx")
-    write(photos / "cat/run", *RUN)
+    touch(photos / "cat", "labels.csv", "model.onnx")
+    touch(photos / "cat/run", *RUN)
     assert not holds_output_only(str(photos / "cat"))
     walker = FolderWalker(str(photos))
     assert len(walker.images(str(photos / "cat"))) == 6
@@ -92,18 +91,17 @@ def test_an_export_into_its_own_data_is_left_out_there_and_read_elsewhere(photos
 
 
 def test_a_list_of_captions_alone_in_a_folder_is_data(make_tree):
-    root = make_tree({"images": 2, "train": 0})
-    (root / "train/captions.txt").write_text("../images/0.png,a dog\n")
-    (root / "train/metadata.csv").write_text("file_name,text\n../images/0.png,a dog\n")
-    suffixes = frozenset({".csv"})
-    found = FolderWalker(str(root), suffixes=suffixes).images(str(root))
+    root = make_tree({"images": 2})
+    line = "../images/0.png,a dog\n"
+    plant(root, {"train/captions.txt": line, "train/metadata.csv": f"file_name,text\n{line}"})
+    found = FolderWalker(str(root), suffixes=frozenset({".csv"})).images(str(root))
     assert found == [str(root / "train/metadata.csv")]
 
 
 def test_tar_shards_beside_a_run_are_still_shards(photos):
     shards = photos.parent / "shards"
     export_data(str(photos), str(shards), to="shards")
-    write(shards / "runs/shards", *RUN)
+    touch(shards / "runs/shards", *RUN)
     assert len(read_source(DatasetSpec(str(shards))).train) == 12
 
 
@@ -116,13 +114,11 @@ def test_tar_shards_beside_a_run_are_still_shards(photos):
     ],
 )
 def test_missing_images_name_the_files_that_are_there_and_the_remedy(tmp_path, name, message):
-    for label in ("cat", "dog"):
-        write(tmp_path / label, name)
-        if "dcm" not in name:
-            Image.new("RGB", (9, 9)).save(tmp_path / label / name, format="PNG")
+    content = b"" if "dcm" in name else png(1)
+    plant(tmp_path, {f"cat/{name}": content, f"dog/{name}": content})
     there = f"left out 2 files not taken for images: {message}"
     with pytest.raises(DataError, match=f"no images in the class folders cat, dog; {there}"):
-        open_splits(str(tmp_path), val_share=0.2, seed=0)
+        opened(tmp_path)
     for folder in ("cat", "dog"):
         with pytest.raises(DataError, match=message.split()[-1]):
             read_source(DatasetSpec(str(tmp_path / folder), labels=False))
@@ -131,10 +127,9 @@ def test_missing_images_name_the_files_that_are_there_and_the_remedy(tmp_path, n
 
 
 def test_one_class_without_images_names_its_files(photos):
-    write(photos / "fox", "a.dcm", "b.dcm")
-    write(photos / "cat", "notes.txt")
+    plant(photos, {"fox/a.dcm": "", "fox/b.dcm": "", "cat/notes.txt": ""})
     with pytest.raises(DataError, match=r"fox has no images; left out 2 files .*: \.dcm 2;"):
-        open_splits(str(photos), val_share=0.2, seed=0)
+        opened(photos)
 
 
 @pytest.mark.slow

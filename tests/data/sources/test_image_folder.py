@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.sources.conftest import opened
 from vit.commands.main import main
 from vit.data.checks.check_listing import list_dataset
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_folder import LAYOUTS, split_name
-from vit.data.sources.open_dataset import open_eval_split, open_splits, read_source
+from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.errors import DataError
 
 DOCS = Path(__file__).parents[3] / "docs/data.md"
@@ -53,7 +54,7 @@ def test_each_row_of_the_documented_table_is_read_as_it_says(
     assert layout == next(x for x, find in LAYOUTS.items() if find(root, names, root, None))
     if read == "refused":
         with pytest.raises(DataError, match=re.escape(line)):
-            open_splits(str(root), val_share=0.2, seed=0)
+            opened(root)
     else:
         index = read_source(DatasetSpec(str(root), all_splits=True))
         splits = "" if "" in index.splits else f"splits {', '.join(index.splits)}; "
@@ -71,13 +72,13 @@ def test_the_documented_table_has_all_layouts_in_their_order():
 
 def test_sets_are_groups_if_the_group_tells_them_apart(make_tree):
     root = make_tree(SETS)
-    splits = open_splits(DatasetSpec(str(root), group=GROUP), val_share=0.2, seed=0)
+    splits = opened(root, group=GROUP)
     assert splits.classes == ("cat", "dog")
     assert len({Path(one.path).parents[1] for one in splits.val}) == 1
     assert {Path(one.path).parents[1] for one in (*splits.train, *splits.val)} == {*root.iterdir()}
     assert list_dataset(DatasetSpec(str(root), group=GROUP)).classes == ["cat", "dog"]
     with pytest.raises(DataError, match="hold folders of the same names"):
-        open_splits(DatasetSpec(str(root), group="fold"), val_share=0.2, seed=0)
+        opened(root, group="fold")
 
 
 def test_the_group_of_a_refusal_works_as_it_is_printed(make_tree, capsys):
@@ -86,12 +87,6 @@ def test_the_group_of_a_refusal_works_as_it_is_printed(make_tree, capsys):
     expression = re.search(r"--group '(.*?)'", capsys.readouterr().out)[1]
     assert main(["check", str(root), "--group", expression]) == 0
     assert "in 2 classes" in capsys.readouterr().out
-
-
-def test_classes_in_train_may_hold_the_same_folders(make_tree):
-    root = make_tree({f"train/{name}": count for name, count in SETS.items()})
-    splits = open_splits(str(root), val_share=0.2, seed=0)
-    assert splits.classes == ("fold1", "fold2", "fold3")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +101,20 @@ def test_classes_in_train_may_hold_the_same_folders(make_tree):
         {"cat/train": 3, "dog/steam": 3},  # no split beside train
         {"blood test": 3, "urine test": 3, "none": 3},
         {"valid": 3, "invalid": 3, "unclear": 3},
+        {f"train/{name}": count for name, count in SETS.items()},
+        {f"archive/train/{name}": count for name, count in SETS.items()},
+        {"Train": 9, "Car": 9},  # images straight in them
+        {"Training/day": 9, "Car/day": 9},
+        {"Testing/a": 9, "Validation/a": 9, "Car": 9},
+        {"Training/s1": 9, "Testing/s2": 9},
+        {"Training/day": 9, "Testing/day": 9},
+        {"Train/a": 6, "Train/b": 6, "Test/c": 9, "Test/d": 3},
+        {"Train/a": 6, "Train/b": 6, "Bus": 9, "Car": 9},
     ],
 )
-def test_classes_may_hold_folders_of_any_names(make_tree, tree):
-    splits = open_splits(str(make_tree(tree)), val_share=0.2, seed=0)
-    assert splits.classes == tuple(sorted({name.split("/")[0] for name in tree}))
+def test_classes_may_have_any_names_and_hold_any_folders(make_tree, tree):
+    below = (name.removeprefix("archive/").removeprefix("train/") for name in tree)
+    assert opened(make_tree(tree)).classes == tuple(sorted({name.split("/")[0] for name in below}))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,17 @@ def test_classes_may_hold_folders_of_any_names(make_tree, tree):
 def test_sets_with_nearly_equal_classes_are_refused(make_tree, names):
     tree = {f"{name}/{label}": 3 for name in names for label in ("cat", "dog")}
     with pytest.raises(DataError, match=r"hold folders of the same names \(cat, dog\)"):
-        open_splits(str(make_tree(tree | {f"{names[0]}/fox": 3})), val_share=0.2, seed=0)
+        opened(make_tree(tree | {f"{names[0]}/fox": 3}))
+
+
+def test_several_datasets_are_refused(make_tree):
+    tree = [f"{name}/{split}/{label}" for name in "xy" for split in SPLITS for label in "ab"]
+    with pytest.raises(DataError, match=r"of several datasets, give one, such as .*data/x$"):
+        opened(make_tree(dict.fromkeys(tree, 2)))
+
+
+CLASSLESS = "left out {}, which has no class folders"
+MOVE = "; if it is a class, move all classes to DATA/train"
 
 
 @pytest.mark.parametrize(
@@ -127,39 +141,18 @@ def test_sets_with_nearly_equal_classes_are_refused(make_tree, names):
     [
         (
             {"train/train/cat": 9, "train/train/dog": 9, "test/test": 3},
-            ["left out test/test, which has no class folders", "read train/train as train"],
+            [CLASSLESS.format("test/test"), "read train/train as train"],
         ),
         (
             {"cat": 9, "dog": 9, "Test": 3, "VAL": 3},
-            [
-                f"left out {name}, which has no class folders; if it is a class, move all classes "
-                "to DATA/train"
-                for name in ("VAL", "Test")
-            ],
+            [CLASSLESS.format(name) + MOVE for name in ("Test", "VAL")],
         ),
     ],
 )
 def test_unsorted_images_are_left_out_and_named(make_tree, tree, notes):
     index = read_source(DatasetSpec(str(make_tree(tree))))
-    assert sorted(index.notes) == sorted(notes)
+    assert sorted(index.notes) == notes
     assert len(index.train) == 18
-
-
-def test_one_class_in_val_is_no_folder_around_others(make_tree):
-    root = make_tree({"train/cat": 9, "train/dog": 9, "val/cat": 2, "val/cat/day": 1})
-    splits = open_splits(str(root), val_share=0.2, seed=0)
-    assert (splits.classes, len(splits.val)) == (("cat", "dog"), 3)
-
-
-def test_the_way_to_have_sets_as_classes_works_in_a_wrapper(make_tree):
-    root = make_tree({f"archive/train/{name}": count for name, count in SETS.items()})
-    assert open_splits(str(root), val_share=0.2, seed=0).classes == ("fold1", "fold2", "fold3")
-
-
-def test_several_datasets_are_refused(make_tree):
-    tree = [f"{name}/{split}/{label}" for name in "xy" for split in SPLITS for label in "ab"]
-    with pytest.raises(DataError, match=r"of several datasets, give one, such as .*data/x$"):
-        open_splits(str(make_tree(dict.fromkeys(tree, 2))), val_share=0.2, seed=0)
 
 
 def test_unsorted_images_are_evaluated_as_no_split(make_tree):
@@ -172,22 +165,26 @@ def test_unsorted_images_are_evaluated_as_no_split(make_tree):
     assert len(unlabelled.train) == 22
 
 
-def test_without_labels_split_folders_need_no_classes(make_tree):
+def test_one_class_in_val_is_no_folder_around_others(make_tree):
+    root = make_tree({"train/cat": 9, "train/dog": 9, "val/cat": 2, "val/cat/day": 1})
+    splits = opened(root)
+    assert (splits.classes, len(splits.val)) == (("cat", "dog"), 3)
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_without_labels_split_folders_need_no_classes(make_tree, optional):
     root = make_tree({"train": 9, "more": 2, "test": 4})
-    for optional in (False, True):
-        spec = DatasetSpec(str(root), labels=optional, optional_labels=optional, all_splits=True)
-        index = read_source(spec)
-        assert {name: len(records) for name, records in index.splits.items()} == {
-            "train": 9,
-            "test": 4,
-        }
-        assert index.notes == ["left out folders beside train: more"]
+    spec = DatasetSpec(str(root), labels=optional, optional_labels=optional, all_splits=True)
+    index = read_source(spec)
+    sizes = {name: len(records) for name, records in index.splits.items()}
+    assert sizes == {"train": 9, "test": 4}
+    assert index.notes == ["left out folders beside train: more"]
 
 
 def test_a_folder_around_itself_ends(tmp_path):
     (tmp_path / "a").symlink_to(tmp_path, target_is_directory=True)
     with pytest.raises(DataError, match="no images"):
-        open_splits(str(tmp_path), val_share=0.2, seed=0)
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize(

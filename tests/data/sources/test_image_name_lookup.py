@@ -5,11 +5,11 @@ import json
 import os
 import random
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.data.sources.conftest import pack, plant
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import images_in
 from vit.data.sources.image_name_lookup import ImageNames
@@ -143,11 +143,7 @@ def tree(tmp_path_factory):
     """Images of hostile names, of which no two are written alike in CSV files."""
     root = tmp_path_factory.mktemp("data")
     names = hostile_names(150, seed=0)
-    (root / "rest").mkdir()
-    (root / "rest" / "x.png").touch()
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+    plant(root, dict.fromkeys(["rest/x.png", *names], b""))
     return root, names
 
 
@@ -178,13 +174,11 @@ def test_whole_paths_are_names_too(tree, tmp_path, monkeypatch, suffix):
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "xlsx"])
 def test_addresses_in_shards_are_names_too(tree, tmp_path, monkeypatch, suffix):
-    root, names = tree
+    _, names = tree
     monkeypatch.chdir(tmp_path)
-    os.mkdir("shards")
-    with tarfile.open("shards/train-000000.tar", "w") as shard:
-        for name in ["rest/x.png", *names]:
-            if not re.search(r"[\x00-\x1f\x7f-\x9f]", name):  # refused in shards
-                shard.add(root / name, arcname=name)
+    plain = [name for name in names if not re.search(r"[\x00-\x1f\x7f-\x9f]", name)]
+    members = dict.fromkeys(["rest/x.png", *plain], b"")  # the others are refused in shards
+    pack(Path("shards/train-000000.tar"), members)
     records = read_source(DatasetSpec("shards", labels=False)).train
     addresses = [one.path for one in records if not one.path.endswith("rest/x.png")]
     assert len(addresses) == len(records) - 1 > 30

@@ -3,37 +3,23 @@
 import csv
 import json
 import os
+import shutil
 import zlib
 
 import pytest
 from PIL import Image
 
-from vit.data.archives import relative
+from tests.data.sources import conftest
+from tests.data.sources.conftest import coco, names, noted, plant
 from vit.data.dataset_types import NO_LABEL
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_files import common_folders
-from vit.data.sources.open_dataset import locate_in_lists, open_eval_split, open_splits
+from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
 
 
-def opened(data, *, val_share=0.25, seed=0, with_classes=False, fold=None, **settings):
-    spec = DatasetSpec(str(data), captions=True, labels=with_classes, multilabel=False, **settings)
-    return open_splits(spec, val_share=val_share, seed=seed, fold=fold)
-
-
-def open_captioned(data, *, split, classes=(), held_out=None, images=None):
-    spec = DatasetSpec(
-        data, images, captions=True, labels=bool(classes), multilabel=False, split=split
-    )
-    return open_eval_split(spec, split=split, classes=classes, held_out=held_out)
-
-
-def noted(splits, text: str) -> bool:
-    return any(text in note for note in splits.notes)
-
-
-def names(samples, root):
-    return [relative(sample.path, root) for sample in samples]
+def opened(data, *, with_classes=False, **settings):
+    return conftest.opened(data, captions=True, labels=with_classes, **settings)
 
 
 def draw(folder, *names):
@@ -55,18 +41,6 @@ def table(path, rows, header=("image", "caption")):
 def lines(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
-def coco(path, captions):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files = [*captions]
-    images = [{"id": n, "file_name": name} for n, name in enumerate(files)]
-    annotations = [
-        {"image_id": files.index(name), "caption": caption}
-        for name, said in captions.items()
-        for caption in said
-    ]
-    path.write_text(json.dumps({"images": images, "annotations": annotations}))
 
 
 @pytest.fixture
@@ -94,27 +68,9 @@ def test_an_image_is_one_sample_with_all_its_captions(flickr):
     assert names(everything, flickr) == [f"Images/{number:02d}.png" for number in range(12)]
     assert everything[3].captions == ("03.png a", "03.png b", "03.png c")
     assert {sample.label for sample in everything} == {NO_LABEL}
-    assert splits.classes == ()
-    assert splits.made
-    assert splits.root == flickr
-    assert all(os.path.isfile(sample.path) for sample in everything)
+    assert (splits.classes, splits.made, splits.root) == ((), True, flickr)
     assert noted(splits, f"captions.txt: its images are taken from {flickr}/Images")
     assert noted(splits, "held out 3 images, 25% of all")
-
-
-def test_the_split_is_of_images_and_hardly_changes(flickr):
-    splits = opened(flickr)
-    assert len(splits.val) == 3
-    assert not {s.path for s in splits.train} & {s.path for s in splits.val}
-    assert opened(flickr).val == splits.val
-    assert opened(flickr, seed=1).val != splits.val
-    draw(flickr / "Images", "new.png")
-    with (flickr / "captions.txt").open("a") as file:
-        file.write("new.png,another\r\n")
-    before, after = ({s.path for s in part.val} for part in (splits, opened(flickr)))
-    assert len(before & after) >= len(before) - 1
-    for split in (splits.train, splits.val):
-        assert list(split) == sorted(split, key=lambda sample: sample.path)
 
 
 def test_captions_are_tidied_and_each_counts_once(tmp_path):
@@ -140,12 +96,12 @@ def test_missing_images_stay_and_extra_ones_are_counted(flickr):
     splits = opened(flickr)
     assert len(splits.train) + len(splits.val) == 12
     assert noted(splits, "left out 2 images that no line of a list names: Images/deep/y.png")
-
-
-def test_images_that_are_nowhere_are_said(tmp_path):
-    splits = opened(table(tmp_path / "list.csv", [(f"{n}.png", "x") for n in range(4)]))
-    assert len(splits.train) + len(splits.val) == 4
-    assert noted(splits, "such as 0.png, are neither beside it nor in a folder beside it; say wh")
+    draw(flickr, "00.png")  # images beside the list come first
+    assert {os.path.dirname(one.path) for one in opened(flickr).train} == {str(flickr)}
+    for folder in ("", "Images"):
+        (flickr / folder / "00.png").unlink()
+    shutil.rmtree(flickr / "Images")
+    assert noted(opened(flickr), "such as 00.png, are neither beside it nor in a folder beside it")
 
 
 def test_images_in_several_folders_are_refused(flickr):
@@ -155,39 +111,16 @@ def test_images_in_several_folders_are_refused(flickr):
     assert not noted(opened(flickr, images=str(flickr / "Images")), "taken from")
 
 
-def test_images_beside_the_list_come_first(tmp_path):
-    draw(tmp_path, *(f"{n}.png" for n in range(4)))
-    draw(tmp_path / "other", "0.png")
-    splits = opened(table(tmp_path / "list.csv", [(f"{n}.png", "x") for n in range(4)]))
-    assert {os.path.dirname(s.path) for s in splits.train} == {str(tmp_path)}
-
-
-def test_images_says_where_file_names_begin(flickr, tmp_path):
-    (flickr / "Images").rename(tmp_path / "elsewhere")
-    splits = opened(flickr / "captions.txt", images=str(tmp_path / "elsewhere"))
-    assert splits.root == tmp_path / "elsewhere"
-    assert names(splits.val, splits.root)[0].endswith(".png")
-    assert all(os.path.isfile(sample.path) for sample in splits.train)
-    with pytest.raises(DataError, match="nowhere: no such folder of images"):
-        opened(flickr, images=str(tmp_path / "nowhere"))
-
-
-def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(tmp_path):
-    draw(tmp_path / "far", *(f"{n}.png" for n in range(4)))
-    rows = [(f"{tmp_path}/far/./{n}.png", "x") for n in range(4)]
+def test_absolute_names_may_be_anywhere_unless_the_folder_is_given(flickr, tmp_path):
+    rows = [(f"{flickr}/Images/./{number:02d}.png", "x") for number in range(4)]
     path = table(tmp_path / "lists/list.csv", rows)
-    splits = opened(path)
-    assert {s.path for s in (*splits.train, *splits.val)} == {
-        f"{tmp_path}/far/{n}.png" for n in range(4)
-    }
-    inside = opened(path, images=str(tmp_path / "far"))
-    assert {s.path for s in (*inside.train, *inside.val)} == {
-        f"{tmp_path}/far/{n}.png" for n in range(4)
-    }
+    there = {f"{flickr}/Images/{number:02d}.png" for number in range(4)}
+    lists = str(tmp_path / "lists")
+    for settings in ({}, {"images": f"{flickr}/Images"}, {"images": lists, "allow_outside": True}):
+        splits = opened(path, **settings)
+        assert {sample.path for sample in (*splits.train, *splits.val)} == there
     with pytest.raises(DataError, match=r"list.csv.* line 2: .*0.png lies outside of .*lists; say"):
-        opened(path, images=str(tmp_path / "lists"))
-    outside = opened(path, images=str(tmp_path / "lists"), allow_outside=True)
-    assert len(outside.train) + len(outside.val) == 4
+        opened(path, images=lists)
 
 
 @pytest.mark.parametrize(
@@ -208,16 +141,10 @@ def test_texts_that_are_none_are_refused(tmp_path, record, message):
         opened(tmp_path)
 
 
-def test_a_list_of_nothing_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"list.csv: no captions in it"):
-        opened(table(tmp_path / "list.csv", []))
-
-
 def test_an_image_folder_with_its_own_splits(tmp_path):
     root = image_folder(tmp_path, ("train", "validation", "test"))
     splits = opened(root)
-    assert not splits.made
-    assert splits.notes == ()
+    assert (splits.made, splits.notes) == (False, ())
     assert names(splits.val, root)[0] == "validation/cat/validation1.png"
     assert splits.val[0].captions == ("a cat/validation1.png", "b")
     assert len(splits.train) == len(splits.val) == 20
@@ -233,9 +160,9 @@ def test_coco(tmp_path, place):
     for split in ("train2017", "val2017"):
         files = [f"{n:012d}.png" for n in range(5)]
         draw(tmp_path / place / split, *files)
-        said = {name: [f"{split} one", f"{split} two"] for name in files}
-        coco(tmp_path / f"annotations/captions_{split}.json", said)
-    (tmp_path / "annotations/instances_train2017.json").write_text('{"images": [], "annotations":')
+        said = coco({name: [f"{split} one", f"{split} two"] for name in files})
+        plant(tmp_path, {f"annotations/captions_{split}.json": said})
+    plant(tmp_path, {"annotations/instances_train2017.json": '{"images": [], "annotations":'})
     splits = opened(tmp_path)
     inside = f"{place}/" if place else ""
     assert names(splits.train, tmp_path)[0] == f"{inside}train2017/000000000000.png"
@@ -256,51 +183,44 @@ def test_lists_whose_names_say_the_split(tmp_path):
         table(tmp_path / f"my_{split}.csv", [(f"{n}.png", "x") for n in numbers])
     splits = opened(tmp_path)
     assert (len(splits.train), len(splits.val), splits.made) == (6, 4, False)
-    assert noted(splits, "1 image in training and in validation or test (leak): ")
     table(tmp_path / "my_val.csv", [(f"{n}.png", "x") for n in range(5)])
     with pytest.raises(DataError, match="all 5 validation or test images are training images too"):
         opened(tmp_path)
 
 
-def test_several_lists_are_refused(flickr):
-    table(flickr / "other.csv", [("00.png", "x")])
-    (flickr / "notes.txt").write_text("nothing of interest")
-    with pytest.raises(DataError, match=r"several lists .* as DATA: .*captions.txt, .*other.csv"):
-        opened(flickr)
-    assert opened(flickr / "captions.txt").train
-    for name in ("metadata.csv", "metadata.jsonl"):
-        (flickr / f"train/{name}").parent.mkdir(exist_ok=True)
-        (flickr / f"train/{name}").write_text("")
-    with pytest.raises(DataError, match=r"several lists .*metadata.csv, .*metadata.jsonl"):
-        opened(flickr)
+LABELS = "image,label\na.png,1\n"
 
 
-def test_folders_without_a_list_are_refused(tmp_path, make_tree):
-    with pytest.raises(DataError, match="no list of captions in it; expected DATA/train/meta"):
-        opened(make_tree({"train/a": 2, "val/a": 2}))
-    (tmp_path / "data/labels.csv").write_text("image,label\na.png,1\n")
-    (tmp_path / "data/more.csv").write_text("image,label\na.png,1\n")
-    with pytest.raises(DataError, match=r"\(labels.csv, more.csv: give one to see what is wrong"):
-        opened(tmp_path / "data")
-    (tmp_path / "data/train/metadata.csv").write_text("name,text\na.png,1\n")
-    with pytest.raises(DataError, match=r"metadata.csv, line 1: no column of images among name"):
-        opened(tmp_path / "data")
-    with pytest.raises(DataError, match="no such folder"):
-        opened(tmp_path / "missing")
-    with pytest.raises(DataError, match="no data given"):
-        opened("")
-
-
-def test_captions_of_validation_only_are_refused(tmp_path):
-    image_folder(tmp_path, ("val",))
-    with pytest.raises(DataError, match="has captions for val, not for train"):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train/a/0.png": "", "val/a/0.png": ""}, "no list of captions in it; expected DATA/tra"),
+        ({"a.csv": LABELS, "b.csv": LABELS}, r"\(a.csv, b.csv: give one to see what is wrong"),
+        (
+            {"train/metadata.csv": "name,text\na,x\n"},
+            "metadata.csv, line 1: no column of images among",
+        ),
+        (
+            {"a.txt": "image,caption\na.png,x\n", "b.csv": "image,caption\na.png,x\n", "c.txt": ""},
+            r"several lists .* as DATA: .*a.txt, .*b.csv$",
+        ),
+        (
+            {"train/metadata.csv": "", "train/metadata.jsonl": ""},
+            r"several lists .*metadata.csv, .*metadata.jsonl",
+        ),
+        ({"val/metadata.jsonl": ""}, "has captions for val, not for train"),
+    ],
+)
+def test_folders_without_one_list_of_captions_are_refused(tmp_path, files, message):
+    plant(tmp_path, files)
+    with pytest.raises(DataError, match=message):
         opened(tmp_path)
 
 
 def test_classes_are_the_folders(tmp_path):
     root = image_folder(tmp_path)
     splits = opened(root, with_classes=True)
-    plain = open_splits(str(root), val_share=0.25, seed=0)
+    plain = conftest.opened(root)
     assert splits.classes == plain.classes == ("cat", "dog")
     assert {(s.path, s.label) for s in splits.train} == {(s.path, s.label) for s in plain.train}
     assert {(s.path, s.label) for s in splits.val} == {(s.path, s.label) for s in plain.val}
@@ -314,43 +234,36 @@ def test_classes_are_the_folders(tmp_path):
 
 def test_classes_are_a_column(flickr):
     rows = [(f"{n:02d}.png", "x", "odd" if n % 2 else "even") for n in range(12)]
-    table(flickr / "captions.txt", rows, ("image", "caption", "label"))
+    header = ("image", "caption", "label")
+    path = table(flickr / "captions.txt", rows, header)
     splits = opened(flickr, with_classes=True)
     assert splits.classes == ("even", "odd")
     assert all(s.label == int(s.path[-5]) % 2 for s in (*splits.train, *splits.val))
     assert opened(flickr).classes == ()
-    table(flickr / "captions.txt", [*rows, ("03.png", "y", "even")], ("image", "caption", "label"))
-    with pytest.raises(DataError, match=r"line 14: 03.png has two labels, odd and even"):
-        opened(flickr, with_classes=True)
-    table(flickr / "captions.txt", [*rows[1:], ("00.png", "x", "")], ("image", "caption", "label"))
-    with pytest.raises(DataError, match=r"txt, line 13: .*00.png: no label, but others have one"):
-        opened(flickr, with_classes=True)
-    table(flickr / "captions.txt", [(*row[:2], "x") for row in rows], ("image", "caption", "label"))
-    with pytest.raises(DataError, match="only one class"):
-        opened(flickr, with_classes=True)
+    for wrong, message in (
+        ([*rows, ("03.png", "y", "even")], r"line 14: 03.png has two labels, odd and even"),
+        ([*rows[1:], ("00.png", "x", "")], r"txt, line 13: .*00.png: no label, but others have"),
+        ([(*row[:2], "x") for row in rows], "only one class"),
+    ):
+        table(path, wrong, header)
+        with pytest.raises(DataError, match=message):
+            opened(flickr, with_classes=True)
 
 
 def test_evaluation_of_one_split(tmp_path):
     root = image_folder(tmp_path, ("train", "valid"))
-    samples, notes = open_captioned(str(root), split="val")
+    plain, labelled = (DatasetSpec(str(root), captions=True, labels=it) for it in (False, True))
+    samples, notes = open_eval_split(plain, split="val", classes=())
     assert samples == opened(root).val
     assert notes == ("measured on valid",)
-    samples, notes = open_captioned(str(root), split="train", classes=["z", "dog", "cat"])
-    assert {(os.path.basename(os.path.dirname(s.path)), s.label) for s in samples} == {
-        ("dog", 1),
-        ("cat", 2),
-    }
+    samples, notes = open_eval_split(labelled, split="train", classes=["z", "dog", "cat"])
+    found = {(os.path.basename(os.path.dirname(one.path)), one.label) for one in samples}
+    assert found == {("dog", 1), ("cat", 2)}
     assert notes == (f"{root}/train/metadata.jsonl has no images of class z",)
     with pytest.raises(DataError, match="classes that the model does not have: dog"):
-        open_captioned(str(root), split="val", classes=["cat"])
+        open_eval_split(labelled, split="val", classes=["cat"])
     with pytest.raises(DataError, match="no test list; it has train, valid"):
-        open_captioned(str(root), split="test")
-
-
-def test_a_line_names_each_image(flickr):
-    spec = DatasetSpec(str(flickr), captions=True, labels=False)
-    path = str(flickr / "Images/01.png")
-    assert locate_in_lists(spec, [path]) == {path: f"{flickr}/captions.txt, line 5"}
+        open_eval_split(plain, split="test", classes=())
 
 
 def test_no_file_is_looked_at_for_each_line(flickr, monkeypatch):
@@ -359,7 +272,7 @@ def test_no_file_is_looked_at_for_each_line(flickr, monkeypatch):
     looked = []
     real = os.path.lexists
     monkeypatch.setattr(os.path, "lexists", lambda path: looked.append(path) or real(path))
-    open_captioned(str(flickr), split="val")
+    opened(flickr)
     assert 0 < len(looked) <= 1000
 
 

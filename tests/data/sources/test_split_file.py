@@ -1,15 +1,15 @@
 """Held-out images are recognised by their content, whatever happened to the data since."""
 
-import io
 import itertools
 import json
 import random
 import shutil
-import tarfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.data.sources.conftest import pack, plant
 from vit.data.sources import split_file
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_eval_split, read_source
@@ -71,10 +71,7 @@ CHAINS = [
 
 
 def write(root: Path, files: Files) -> Path:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    plant(root, files)
     return root
 
 
@@ -140,29 +137,19 @@ def held_out_names(run: Path) -> list[str]:
 
 def test_of_unchanged_data_only_held_out_images_are_read(trained, tmp_path, monkeypatch):
     root, run, _ = trained
-    read, digest = [], split_file.content_digest
-
-    def counted(path):
-        read.append(Path(path).read_bytes())
-        return digest(path)
-
-    monkeypatch.setattr(split_file, "content_digest", counted)
+    read = Mock(wraps=split_file.content_digest)
+    monkeypatch.setattr(split_file, "content_digest", read)
     for data in (root, shutil.copytree(root, tmp_path / "copy")):
-        read.clear()
+        read.reset_mock()
         assert measured(run, data)[1].endswith("took the 4 images that training held out")
-        assert len(read) == 4
+        assert read.call_count == 4
 
 
 def test_members_of_shards_have_the_content_of_files(trained, tmp_path):
     root, run, held_out = trained
     names = [Path(path).relative_to(root).as_posix() for path in paths_of(root)]
     files = {f"{name[:2]}x{name[2:]}": (root / name).read_bytes() for name in names}
-    with tarfile.open(tmp_path / "x.tar", "w") as shard:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            shard.addfile(member, io.BytesIO(content))
-    taken, _ = measured(run, tmp_path / "x.tar")
+    taken, _ = measured(run, pack(tmp_path / "x.tar", files))
     assert {files[path.split(".tar/")[1]] for path in taken} == held_out
 
 

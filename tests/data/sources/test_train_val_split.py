@@ -2,15 +2,16 @@
 
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from tests.data.sources.conftest import opened
 from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources import train_val_split
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.train_val_split import (
     Fold,
     find_groups,
@@ -131,13 +132,11 @@ def test_a_copy_in_another_class_is_held_out_with_both_or_none():
 
 
 def test_many_copies_are_named_in_one_pass(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        train_val_split, "relative", lambda *given: calls.append(given) or relative(*given)
-    )
+    named = Mock(wraps=relative)
+    monkeypatch.setattr(train_val_split, "relative", named)
     group = [f"/x/{number}.png" for number in range(50, 0, -1)]
     assert name_copies([group], Path("/x")) == dict.fromkeys(group, "1.png")
-    assert len(calls) == 50
+    assert named.call_count == 50
 
 
 def test_groups_with_copies_of_an_image_in_common_are_one_unit():
@@ -163,28 +162,32 @@ def test_absent_classes_get_a_note():
     assert "held out none of class c2, which is in one image or group" in notes
 
 
+NAMES = ["a/p1_x.png", "b/p1_y.png", "a/p22_z.png", "a/odd.png"]
+
+
 def test_groups_from_a_regular_expression():
-    names = ["a/p1_x.png", "b/p1_y.png", "a/p22_z.png", "a/odd.png"]
-    assert find_groups(names, r"p(\d+)_") == ["1", "1", "22", ""]
-    assert find_groups(names, r"p\d+") == ["p1", "p1", "p22", ""]
-    units = make_units([ImageRecord(n, ("a",)) for n in names], find_groups(names, "p."), names)
+    assert find_groups(NAMES, r"p(\d+)_") == ["1", "1", "22", ""]
+    assert find_groups(NAMES, r"p\d+") == ["p1", "p1", "p22", ""]
+    units = make_units([ImageRecord(n, ("a",)) for n in NAMES], find_groups(NAMES, "p."), NAMES)
     assert [unit.members for unit in units] == [(0, 1), (2,), (3,)]
-    with pytest.raises(ConfigError, match="no column of the data, and no regular expression"):
-        find_groups(names, "(")
-    with pytest.raises(DataError, match=r"matches none of 4 paths such as a/p1_x\.png"):
-        find_groups(names, "patient")
-    with pytest.raises(
-        DataError, match=r"\(columns that are not read: object_id, taken\).*did you "
-    ):
-        find_groups(names, "object", ["object_id", "taken"])
 
 
-def test_a_regular_expression_groups_an_image_folder(make_tree):
-    root = make_tree({"a": 20, "b": 20})
-    splits = open_splits(DatasetSpec(str(root), group=r"/(\d)"), val_share=0.25, seed=0)
-    digits = [{relative(s.path, root)[2] for s in part} for part in (splits.train, splits.val)]
-    assert not digits[0] & digits[1]
-    assert {sample.label for sample in splits.val} == {0, 1}
+@pytest.mark.parametrize(
+    ("group", "columns", "error", "message"),
+    [
+        ("(", [], ConfigError, "no column of the data, and no regular expression"),
+        ("patient", [], DataError, r"matches none of 4 paths such as a/p1_x\.png"),
+        (
+            "object",
+            ["object_id", "taken"],
+            DataError,
+            r"\(columns .*: object_id, taken\).*did y",
+        ),
+    ],
+)
+def test_a_group_that_is_no_column_and_matches_nothing_is_refused(group, columns, error, message):
+    with pytest.raises(error, match=message):
+        find_groups(NAMES, group, columns)
 
 
 def test_a_group_in_both_given_splits_is_refused():
@@ -218,12 +221,14 @@ def test_every_image_is_in_one_fold(kind):
 
 def test_impossible_folds_are_refused():
     records = [ImageRecord(f"/x/{n}.png", ("ab"[n % 2],)) for n in range(6)]
-    with pytest.raises(ConfigError, match="the data have validation images"):
-        split([], fold=Fold(1, 2), train=records, val=records)
-    with pytest.raises(DataError, match="folds=7: only 6 images or groups"):
-        split(records, fold=Fold(1, 7))
-    with pytest.raises(DataError, match="only one image or group of class c"):
-        split([*records, ImageRecord("/x/c.png", ("c",))], fold=Fold(1, 2))
+    alone = [*records, ImageRecord("/x/c.png", ("c",))]
+    for fold, some, splits, message in (
+        (Fold(1, 2), [], {"train": records, "val": records}, "the data have validation images"),
+        (Fold(1, 7), records, {}, "folds=7: only 6 images or groups"),
+        (Fold(1, 2), alone, {}, "only one image or group of class c"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            split(some, fold=fold, **splits)
     train, val, notes = split([], fold=Fold(1, 2), train=records, test=records)
     assert len(train) == len(val) == 3
     assert "left out test: no fold sees it; measure on it at the end" in notes
@@ -240,7 +245,7 @@ def test_stratification_is_as_even_as_possible():
 
 def test_single_label_split_equals_hold_out_by_class(make_tree):
     root = make_tree({"a": 10, "b": 5})
-    splits = open_splits(str(root), val_share=0.2, seed=0)
+    splits = opened(root, val_share=0.2)
     tree = {c: [str(root / f"{c}/{n}.png") for n in range(k)] for c, k in (("a", 10), ("b", 5))}
     _, held = hold_out(tree, val_share=0.2, seed=0, root=root)
     assert [sample.path for sample in splits.val] == held["a"] + held["b"]
