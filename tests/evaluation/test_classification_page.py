@@ -4,6 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.evaluation.drawn import draw_outcomes
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES
 from vit.evaluation.accuracy_slices import Feature, accuracy_slices
 from vit.evaluation.classification_metrics import CalibratedOutcomes, Outcomes, summarize
@@ -18,15 +19,6 @@ from vit.evaluation.multilabel_metrics import summarize_multilabel
 IMAGES = 40
 
 
-def draw(classes: int, images: int = IMAGES) -> Outcomes:
-    """Outcomes that are right about half of the time."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(classes, (images,), generator=generator)
-    logits = torch.randn(images, classes, generator=generator, dtype=torch.float64)
-    logits[torch.arange(images), labels] += 1.0
-    return Outcomes.of(logits.softmax(dim=1), labels)
-
-
 @pytest.fixture
 def write(tmp_path, make_facts, make_epochs):
     """Write a report about made-up answers, and return its text."""
@@ -34,7 +26,7 @@ def write(tmp_path, make_facts, make_epochs):
     def write(
         classes, *, epochs=3, outcomes=None, paths=None, settings=None, calibrated=None, **changes
     ):
-        outcomes = draw(len(classes)) if outcomes is None else outcomes
+        outcomes = draw_outcomes(len(classes)) if outcomes is None else outcomes
         write_classification_report(
             make_facts(classes, settings, epochs=make_epochs(epochs), **changes),
             outcomes,
@@ -73,7 +65,7 @@ def test_a_fast_report_names_mistakes_without_their_images(write, parse, tmp_pat
 
 
 def test_numbers_are_the_metrics(write, parse):
-    classes, outcomes = ("cat", "dog", "owl"), draw(3)
+    classes, outcomes = ("cat", "dog", "owl"), draw_outcomes(3)
     scores = summarize(outcomes, classes)
     text = parse(write(classes, outcomes=outcomes)).prose
     low, high = scores["top1_interval"]
@@ -93,7 +85,10 @@ def test_numbers_are_the_metrics(write, parse):
 
 
 def test_many_classes_begin_with_the_worst(write, parse):
-    classes, outcomes = tuple(f"class {i:04d}" for i in range(3000)), draw(3000, images=500)
+    classes, outcomes = (
+        tuple(f"class {i:04d}" for i in range(3000)),
+        draw_outcomes(3000, images=500),
+    )
     html = write(classes, outcomes=outcomes)
     page = parse(html)
     assert "Classes, the worst of 3,000 first" in page.texts
@@ -129,7 +124,7 @@ def test_losses_and_accuracy_are_drawn(write, parse, epochs):
 
 
 def test_scores_of_a_calibration_are_those_of_held_out_images(write, parse):
-    outcomes, held_out = draw(3), draw(3, 30)
+    outcomes, held_out = draw_outcomes(3), draw_outcomes(3, 30)
     calibrated = CalibratedOutcomes((0.5, 1.25), outcomes, held_out)
     page = parse(write(("cat", "dog", "owl"), outcomes=outcomes, calibrated=calibrated))
     text = page.prose

@@ -4,23 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 from sklearn.metrics import confusion_matrix
 
+from tests.evaluation.drawn import draw_outcomes
 from vit.evaluation import confusion_matrix as module
-from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.confusion_matrix import confusion_findings, similar_order
-
-
-def draw(classes: int, images: int, seed: int = 0) -> Outcomes:
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (images,), generator=generator)
-    logits = torch.randn(images, classes, generator=generator, dtype=torch.float64)
-    logits[torch.arange(images), labels] += 1.5
-    return Outcomes.of(logits.softmax(dim=1), labels)
 
 
 def neighbours(order, similarity) -> float:
@@ -28,7 +19,7 @@ def neighbours(order, similarity) -> float:
 
 
 def test_counts_are_those_of_scikit_learn_in_another_order():
-    outcomes = draw(12, 500)
+    outcomes = draw_outcomes(12, 500, lean=1.5)
     found = confusion_findings(outcomes, [f"c{number}" for number in range(12)])
     expected = confusion_matrix(outcomes.labels, outcomes.answers)
     assert sorted(found.order) == [*range(12)]
@@ -71,7 +62,7 @@ def test_classes_without_confusions_keep_their_order():
 
 
 def test_of_many_classes_the_most_confused_are_shown():
-    outcomes = draw(300, 2000)
+    outcomes = draw_outcomes(300, 2000, lean=1.5)
     found = confusion_findings(outcomes, [f"c{number}" for number in range(300)])
     assert 20 <= len(found.order) <= 40
     assert len(found.pairs) == 30
@@ -88,7 +79,7 @@ def test_every_cell_has_an_image_before_any_has_a_second(tmp_path, monkeypatch):
         paths.append(str(tmp_path / f"{number}.png"))
         Image.new("RGB", (20, 20), (6 * number, 90, 40)).save(paths[-1])
     (tmp_path / "0.png").write_bytes(b"no image")
-    outcomes, classes = draw(4, 40), ["a", "b", "c", "d"]
+    outcomes, classes = draw_outcomes(4, 40, lean=1.5), ["a", "b", "c", "d"]
     found = confusion_findings(outcomes, classes, paths)
     cells = [cell for row in found.matrix for cell in row.cells if cell]
     for cell, images in found.images.items():
