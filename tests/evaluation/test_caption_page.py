@@ -48,32 +48,15 @@ def write(tmp_path, make_facts, make_epochs):
     """Write a report, and return its text."""
 
     def write(
-        outcomes,
-        *,
-        epochs=3,
-        settings=None,
-        classes=(),
-        class_outcomes=None,
-        event=None,
-        val_images=4,
-        **changes,
+        outcomes, *, epochs=3, classes=(), class_outcomes=None, event=None, val_images=4, **changes
     ):
-        settings = {"task": "caption", **(settings or {})}
+        settings = {"task": "caption", **changes.pop("settings", {})}
+        facts = {"val_held_out": False, "parameters": 205_000, **changes}
+        advice = "hide words with --caption-dropout 0.3"
+        events = make_epochs(epochs, **(event or {}))
         write_caption_report(
-            make_facts(
-                classes,
-                settings,
-                epochs=make_epochs(epochs, **(event or {})),
-                val_held_out=False,
-                parameters=205_000,
-                **changes,
-            ),
-            CaptionFacts(
-                captions=198,
-                mean_tokens=10.5,
-                val_images=val_images,
-                advice="hide words with --caption-dropout 0.3",
-            ),
+            make_facts(classes, settings, epochs=events, **facts),
+            CaptionFacts(captions=198, mean_tokens=10.5, val_images=val_images, advice=advice),
             outcomes,
             class_outcomes,
         )
@@ -116,9 +99,6 @@ def test_numbers_are_the_metrics(write, parse):
         "\nwith other images\n1.5000",
         "\ndifferent captions\n75.0%",
         "with 198 captions of 10.5 tokens on average",
-        "99 images",
-        "205 k parameters",
-        "best of 3 epochs",
         "\ncaptions\n4\n3.50\n2\n3\n6\n10\n",  # number, mean, shortest, median, longest, words
         "\nreferences\n8\n3.50\n2\n2.5\n8\n18\n",
     ):
@@ -184,13 +164,10 @@ def test_few_or_one_image(write, parse):
     one = parse(write(outcomes_of(PAIRS[:1]), epochs=1)).prose
     assert "One image alone cannot tell" in one
     assert "No image can be read." in one
-    part = parse(write(outcomes_of(PAIRS), val_images=5000)).prose
+    part = parse(write(outcomes_of(PAIRS, ended=False), val_images=5000)).prose
     assert "4 (evenly spread) of the data's own validation images" in part
-
-
-def test_captions_without_an_end_are_told(write):
-    assert "took all tokens" not in write(outcomes_of(PAIRS))
-    assert "4 captions took all tokens" in write(outcomes_of(PAIRS, ended=False))
+    assert "4 captions took all tokens" in part
+    assert "took all tokens" not in one
 
 
 @pytest.mark.parametrize("epochs", [1, 40])
