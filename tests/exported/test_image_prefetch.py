@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import functional as tv
 
 from vit.config import ModelConfig
-from vit.data.preprocessing import Preprocessing, to_tensor
+from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
 from vit.exported.image_prefetch import ImageReader, PixelBudget, chunks, prefetch
 from vit.inference.torch_engine import default_batch_size, default_num_threads, make_thread_pool
@@ -106,20 +105,6 @@ def test_the_pixel_budget_admits_what_fits_in_order_and_always_one_image():
     for thread in threads:
         thread.join(10)
     assert (entered, budget.held) == ([60, 70, 40], 40)
-
-
-@pytest.mark.parametrize("settings", [{}, {"crop_share": 1.0}, {"resize": "squash"}])
-def test_the_crop_is_that_of_torchvision(pil_image, settings):
-    prepare = Preprocessing(image_size=(32, 32), **settings)
-    size = prepare.resized_size(*pil_image.size)
-    resized = pil_image.resize(size, Image.Resampling.BICUBIC)
-    assert torch.equal(prepare(pil_image), to_tensor(tv.center_crop(resized, [32, 32])))
-
-
-def test_the_crop_of_an_extremely_long_image_takes_little_memory():
-    crop = Preprocessing(image_size=(512, 512))(Image.new("RGB", (1, 400), "red"))
-    assert crop.shape == (3, 512, 512)
-    assert (crop == torch.tensor([255, 0, 0])[:, None, None]).all()
 
 
 def reader():

@@ -148,16 +148,15 @@ def test_an_overflow_is_an_error_of_its_image(tiny_run, input_images):
 @pytest.mark.parametrize(
     ("images", "options", "reason"),
     [
-        ("a.png", {}, "give a list"),
+        ("a.png", {}, "one path; give a list"),
         (np.zeros((4, 4, 3), np.uint8), {}, "give a list: "),
         (["a.png"], {"top_k": 0}, "top_k=0"),
-        (["a.png", 5], {}, r"images\[1\] is 5 \(int\); give paths, PIL images"),
     ],
-    ids=["path", "array", "top_k", "number"],
+    ids=["path", "array", "top_k"],
 )
-def test_what_are_no_images_is_refused(tiny_run, images, options, reason):
+def test_what_are_no_images_is_refused_before_any_is_read(tiny_run, images, options, reason):
     with pytest.raises(ConfigError, match=reason):
-        Predictor(tiny_run, precision="fp32")(images, **options)
+        Predictor(tiny_run, precision="fp32").stream(images, **options)
 
 
 @pytest.mark.parametrize(
@@ -249,12 +248,14 @@ def test_images_in_memory_have_the_predictions_of_their_files(tiny_run, input_im
     assert [one.image for one in batch] == [f"images[{n}]" for n in range(6)]
 
 
-def test_a_damaged_image_in_memory_has_an_error(tiny_run, input_images):
+def test_a_damaged_image_in_memory_has_an_error_and_another_type_stops(tiny_run, input_images):
     with Image.open(input_images[0]) as closed:
         pass
-    images = [input_images[0], closed, input_images[1]]
-    found = Predictor(tiny_run, precision="fp32", batch_size=2)(images)
+    predictor = Predictor(tiny_run, precision="fp32", batch_size=2)
+    found = predictor([input_images[0], closed, input_images[1]])
     assert [one.error is None for one in found] == [True, False, True]
+    with pytest.raises(ConfigError, match=r"images\[1\] is 5 \(int\); give paths, PIL images"):
+        predictor([input_images[0], 5])
 
 
 def test_scores_of_a_calibrated_run_are_those_of_scaled_logits(

@@ -42,11 +42,6 @@ LAYOUT = Layout(2, ("cat", "=dog", "\udcff"), NAMES, 1)
 CHILD = Path(__file__).parent / "ray_child.py"
 
 
-@pytest.fixture
-def input_images(tiny_data):
-    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
-
-
 @pytest.mark.parametrize("row", ROWS, ids=["classes and caption", "error", "cut off"])
 def test_a_row_comes_back_as_it_went(row):
     assert from_text(row.image, to_text(row)) == row
