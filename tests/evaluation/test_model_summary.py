@@ -18,6 +18,7 @@ from vit.evaluation.model_summary import (
     MemoryMeter,
     cost_of,
     forward_flops,
+    record_calls,
 )
 from vit.model import layers
 from vit.model.build import build_classifier
@@ -259,3 +260,12 @@ def test_the_meter_sees_what_is_freed():
         del x, y
     assert meter.live == 0
     assert meter.peak == 2 * 1024
+
+
+def test_calls_are_counted_and_have_shapes_without_the_batch():
+    network = build_classifier(SMALL).eval()
+    with torch.no_grad(), FlopCounter() as counter, record_calls(network, counter) as calls:
+        network(torch.zeros(2, 3, 24, 24))
+    head = calls[network.head]
+    assert (head.input_shape, head.output_shape, head.count) == ((32,), (5,), 1)
+    assert (head.flops, head.identity) == (2 * 2 * 32 * 5, False)

@@ -136,26 +136,17 @@ def photographs(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture
-def write_report(tmp_path, make_facts, make_epochs, photographs) -> Callable[..., Path]:
+def write_report(tmp_path, make_facts, make_epochs, make_session, photographs):
     """Write the report of a made-up run, and return its path."""
 
     def write_report(classes, images, *, paths=None, settings=None) -> Path:
         outcomes, calibrated = draw(len(classes), images)
         found = paths or photographs
-        environment = {
-            "began": "2026-01-31T12:00:00+00:00",
-            "command": f"vit train {settings['data'] if settings else 'photos'} --epochs 12",
-            "directory": "/home/user",
-            "versions": {"vit": "0.1", "torch": "2.9"},
-            "processor": "A processor",
-            "cores": 8,
-            "gpus": [],
-            "system": "Linux",
-            "git": {"vit": {"commit": "0" * 40, "changed": True}, "data": None},
-        }
+        data = settings["data"] if settings else "photos"
+        session = make_session(f"vit train {data} --epochs 12")
         folder = tmp_path / "a run"
         folder.mkdir(exist_ok=True)
-        shown = {"epochs": make_epochs(12), "environment": [environment], "flops": 1_300_000_000}
+        shown = {"epochs": make_epochs(12), "environment": [session], "flops": 1_300_000_000}
         write_classification_report(
             make_facts(classes, settings, folder=folder, **shown),
             outcomes,

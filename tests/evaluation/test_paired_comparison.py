@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest, bootstrap, norm
+from scipy.stats import binomtest, norm
 from scipy.stats import t as student
 from sklearn.metrics import average_precision_score
 
@@ -101,13 +101,6 @@ def test_images_that_show_nothing_are_never_enough(a, b, both):
 @pytest.mark.parametrize("images", [700, 2000])
 def test_equal_networks_are_called_different_in_five_of_a_hundred_cases(images):
     assert 0.03 <= share_of_verdicts(4000, images, 0.0) <= 0.07
-
-
-def test_the_interval_is_nearly_that_of_scipys_bootstrap_of_the_images():
-    differences = np.repeat([-1, 1, 0], [30, 52, 318])
-    expected = bootstrap((differences,), np.mean, method="percentile", n_resamples=5000)
-    found = counts(30, 52, count=400, both=250)
-    assert found.interval == pytest.approx(tuple(expected.confidence_interval), abs=0.008)
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.0, 0.008), (0.002, 0.01), (0.05, 0.1)])

@@ -76,19 +76,9 @@ def test_an_epoch_without_a_step_has_no_speed(tmp_path):
     assert training_cost(tmp_path, [probe])["images_per_second"] == 0.0
 
 
-def test_the_origin_of_a_run_is_shown(write, parse):
-    session = {
-        "began": "2026-01-31T12:00:00+00:00",
-        "command": "vit train '<b>pets' --lr 1e-3",
-        "directory": "/home/<i>user",
-        "versions": {"vit": "0.1", "torch": "2.9"},
-        "processor": "A processor",
-        "cores": 8,
-        "gpus": ["A GPU"],
-        "system": "Linux",
-        "git": {"vit": {"commit": "c0ffee", "changed": True}},
-    }
-    text = parse(write(environment=[session, {**session, "command": "vit train --resume"}])).prose
+def test_the_origin_of_a_run_is_shown(write, parse, make_session):
+    commands = "vit train '<b>pets' --lr 1e-3", "vit train --resume"
+    text = parse(write(environment=[make_session(command) for command in commands])).prose
     for expected in (
         "vit train '<b>pets' --lr 1e-3",
         "resumed:vit train --resume",

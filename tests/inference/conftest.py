@@ -21,6 +21,13 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def run_of_both_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the classes of `tiny_data`."""
+    classes = ("apple", "class10", "class2")
+    return save_captioner(tmp_path_factory.mktemp("runs") / "both", classes=classes)
+
+
+@pytest.fixture(scope="session")
 def captioned_data(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """27 images in class folders of train/ and val/, with one or two captions each."""
     root = tmp_path_factory.mktemp("captioned")

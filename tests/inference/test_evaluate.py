@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,33 +238,26 @@ def test_a_list_that_was_changed_since_the_training_is_named(tmp_path, monkeypat
     ]
 
 
-def test_another_folder_of_the_same_name_is_not_the_data_of_a_run(tmp_path, monkeypatch):
-    _, run = trained_elsewhere(tmp_path, monkeypatch, allow_outside=True)
-    other = tmp_path / "photos"  # beside the folder of the run
-    other.mkdir()
-    (tmp_path / "bad.csv").write_text("image\n")
-    notes: list[str] = []
-    found = with_training_settings(DatasetSpec(str(other)), run, notes.append)
-    assert found == DatasetSpec(str(other))
-    assert "group=patient, exclude=" in notes[0]
-    assert "bad.csv on ../work/photos, not applied" in notes[0].replace(str(tmp_path), "..")
-
-
 def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeypatch):
-    work, run = trained_elsewhere(tmp_path, monkeypatch)
-    shutil.copytree(work / "photos", "photos2")
+    work, run = trained_elsewhere(tmp_path, monkeypatch, allow_outside=True)
+    for name in (tmp_path / "photos", "photos2"):
+        shutil.copytree(work / "photos", name)  # the first one is beside the folder of the run
+    shutil.copy(work / "bad.csv", tmp_path)
     notes: list[str] = []
-    assert with_training_settings(DatasetSpec("photos2"), run, notes.append).group is None
+    for name in (str(tmp_path / "photos"), "photos2"):
+        spec = DatasetSpec(name)
+        assert with_training_settings(spec, run, notes.append) == spec
     shutil.rmtree(run / "lists")
     (work / "bad.csv").unlink()
     found = with_training_settings(DatasetSpec("../work/photos"), run, notes.append)
     assert (found.group, found.exclude) == ("patient", None)
-    first, second = notes
-    assert "not applied: photos2 is not its data; if it should be" in first
-    assert "exclude" not in first  # of lists that name other images
-    assert first.endswith("give it again")
-    assert "trained with exclude=bad.csv on " in second
-    assert "not applied: the files are not found; start in the folder in" in second
+    same_name, other_name, gone = notes
+    assert "group=patient, exclude=" in same_name
+    assert "bad.csv on ../work/photos, not applied" in same_name.replace(str(tmp_path), "..")
+    assert "not applied: photos2 is not its data; if it should be" in other_name
+    assert "exclude" not in other_name  # of lists that name other images
+    assert "trained with exclude=bad.csv on " in gone
+    assert "not applied: the files are not found; start in the folder in" in gone
 
 
 @pytest.mark.parametrize("text", ["{", "[]x", "3", pytest.param("[" * 10**5, id="nested")])
@@ -289,17 +283,12 @@ def photo_list(data):
 
 def test_slices_are_those_counted_from_predictions(tiny_run, photo_list, monkeypatch):
     listed, paths = photo_list
-    read = []
-
-    def counted(spec):
-        read.append(spec.columns)
-        return read_source(spec)
-
-    monkeypatch.setattr("vit.inference.evaluation_data.read_source", counted)
+    read = Mock(wraps=read_source)
+    monkeypatch.setattr("vit.inference.evaluation_data.read_source", read)
     notes: list[str] = []
     words = {"slice": ["camera", "hour"], "notify": notes.append}
     rows = evaluate(tiny_run, str(listed), **words, **FP32)["slices"]
-    assert read == [("camera", "hour")]
+    assert [call.args[0].columns for call in read.mock_calls] == [("camera", "hour")]
     assert not any("not used" in note for note in notes)
     right = right_answers(tiny_run, paths)
     groups = {
@@ -351,33 +340,31 @@ def test_intervals_of_corrupted_images_take_groups_as_independent(
     assert row["top1_interval"] == scores["top1_interval"]
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("run", "data", "expected"),
+    [
+        ("tiny_run", "tiny_data", {"class_intervals": 1}),
+        ("several_run", "several_list", {"multilabel_intervals": 1, "map_interval": 3}),
+    ],
+)
 def test_corrupted_images_have_one_interval_and_it_is_computed_once(
-    request, tiny_run, photo_list, several, monkeypatch
+    request, run, data, expected, monkeypatch
 ):
     """The draws of the others take longer than a small network."""
-    counted: Counter[str] = Counter()
-
-    def count(module, name):
-        original = getattr(module, name)
-
-        def counting(*arguments, **settings):
-            counted[name] += 1
-            return original(*arguments, **settings)
-
-        monkeypatch.setattr(module, name, counting)
-
-    count(classification, "class_intervals")
-    count(multilabel, "multilabel_intervals")
-    count(multilabel_metrics, "map_interval")
+    modules = {
+        "class_intervals": classification,
+        "multilabel_intervals": multilabel,
+        "map_interval": multilabel_metrics,
+    }
+    counted = {name: Mock(wraps=getattr(module, name)) for name, module in modules.items()}
+    for name, mock in counted.items():
+        monkeypatch.setattr(modules[name], name, mock)
     monkeypatch.setattr("vit.inference.evaluate.SEVERITIES", (1,))
     named = {name: CORRUPTIONS[name] for name in ("contrast", "brightness")}
     monkeypatch.setattr("vit.inference.evaluate.CORRUPTIONS", named)
-    run = request.getfixturevalue("several_run") if several else tiny_run
-    data = request.getfixturevalue("several_list") if several else photo_list[0]
+    run, data = map(request.getfixturevalue, (run, data))
     evaluate(run, str(data), group=r"(\d)\.\w+$", corruptions=True, **FP32)
-    expected = {"multilabel_intervals": 1, "map_interval": 3} if several else {"class_intervals": 1}
-    assert counted == expected
+    assert {name: mock.call_count for name, mock in counted.items() if mock.called} == expected
 
 
 def test_few_groups_are_said(tiny_run, photo_list, capsys):
@@ -387,16 +374,11 @@ def test_few_groups_are_said(tiny_run, photo_list, capsys):
 
 
 def test_slices_decode_no_image_twice(tiny_run, tiny_data, monkeypatch):
-    read = []
-
-    def read_once(path, **options):
-        read.append(path)
-        return read_image(path, **options)
-
-    monkeypatch.setattr("vit.exported.image_prefetch.read_image", read_once)
+    read = Mock(wraps=read_image)
+    monkeypatch.setattr("vit.exported.image_prefetch.read_image", read)
     monkeypatch.setattr("vit.data.image_io.read_header", None)
     assert evaluate(tiny_run, str(tiny_data), **FP32)["slices"]
-    assert len(read) == len({*read}) == 27
+    assert read.call_count == len({call.args[0] for call in read.mock_calls}) == 27
 
 
 def test_several_labels_are_right_where_all_are(several_run, several_list, monkeypatch):

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tests.inference.answers import right_answers
-from tests.inference.captioners import SAID, save_captioner, write_captions
+from tests.inference.captioners import SAID, write_captions
 from tests.markers import same_initial_weights
 from vit.commands.main import main
 from vit.config.setting_layers import make_config
@@ -76,11 +76,6 @@ def test_the_scored_captions_are_those_of_the_predictor(captioner, captioned_dat
 def test_a_group_has_no_meaning_for_captions(captioner, captioned_data):
     with pytest.raises(ConfigError, match="group: intervals are those of classes, and this"):
         evaluate(captioner, str(captioned_data), group=r"(\d)\.", **PRECISE)
-
-
-@pytest.fixture(scope="module")
-def run_of_both_heads(tmp_path_factory) -> Path:
-    return save_captioner(tmp_path_factory.mktemp("both"), classes=CLASSES)
 
 
 LONG = "a blue cat on a red dog on a blue table"
