@@ -185,10 +185,9 @@ def test_networks_of_one_and_of_several_classes_an_image_are_not_compared(
 
 
 def test_networks_of_several_classes_are_compared_by_their_average_precision(
-    several_run, several_list, tmp_path, capsys
+    several_run, several_list, tmp_path
 ):
     run = load_run(several_run)
-    out, page = tmp_path / "found.json", tmp_path / "page.html"
     order = [2, 0, 1]  # of the outputs: the classes are matched by name
     with torch.no_grad():
         run.model.head.weight.copy_(-run.model.head.weight[order])
@@ -196,19 +195,18 @@ def test_networks_of_several_classes_are_compared_by_their_average_precision(
     classes = [run.classes[at] for at in order]
     other = saved_with_classes(tmp_path / "other", run, classes, "multilabel")
     update_run(other, {"thresholds": [0.7, 0.3, 0.5]})
-    words = [str(several_run), str(other), str(several_list)]
-    assert main(["compare", *words, "--json", str(out), "--html", str(page), *WORDS]) == 0
-    found = json.loads(out.read_text())
+    compared = compare(several_run, other, str(several_list), **EXACT)
+    found = compared.to_dict()
     for key, one in (("a", several_run), ("b", other)):
         scores = evaluate(one, str(several_list), **EXACT)
         for name in ("map", "map_interval", "subset_accuracy"):
             assert found[key][name] == pytest.approx(scores[name])
     assert found["difference"] == pytest.approx(found["b"]["map"] - found["a"]["map"])
-    assert found["difference"] != 0
     low, high = found["difference_interval"]
     assert low < found["difference"] < high
-    assert "% mAP" in capsys.readouterr().out
-    assert "jackknife over images" in page.read_text()
+    assert found["difference"] != 0
+    assert "% mAP" in compared.sentence()
+    assert "jackknife over images" in compared.page()
     three = compare_runs([several_run, other, several_run], str(several_list), **EXACT)
     assert three.to_dict()["pairs"][0]["p_value"] == found["p_value"]
     assert "mAP" in three.page()
@@ -222,21 +220,15 @@ def test_three_runs_are_compared_as_every_two_are(
     words = [*runs[:2], "--json", str(out), runs[2], str(tiny_data), "--html", str(page)]
     assert main(["compare", *words, *WORDS]) == 0
     found = json.loads(out.read_text())
-    assert [(row["name"], row["run"]) for row in found["runs"]] == list(
-        zip("ABC", runs, strict=True)
-    )
-    for row, (a, b) in zip(found["pairs"], [(0, 1), (0, 2), (1, 2)], strict=True):
-        alone = compare(runs[a], runs[b], str(tiny_data), **EXACT).to_dict()
-        assert found["count"] == alone["count"] == 27
-        assert found["runs"][a]["top1_interval"] == alone["a"]["top1_interval"]
-        for name in ("difference", "p_value", "only_a_right", "only_b_right"):
-            assert row[name] == alone[name]
-    printed = capsys.readouterr().out
-    assert found["sentence"] in printed
-    assert "A B" in printed
+    assert [(row["name"], row["run"]) for row in found["runs"]] == [*zip("ABC", runs, strict=True)]
+    alone = compare(*runs[1:], str(tiny_data), **EXACT).to_dict()
+    assert found["count"] == alone["count"] == 27
+    assert found["runs"][1]["top1_interval"] == alone["a"]["top1_interval"]
+    for name in ("difference", "p_value", "only_a_right", "only_b_right"):
+        assert found["pairs"][2][name] == alone[name]
+    assert found["sentence"] in capsys.readouterr().out
     differ = right_images(tiny_run, tiny_data) ^ right_images(other_run, tiny_data)
-    text = page.read_text()
-    assert f"{len(differ)} images on which they differ" in text
+    assert f"{len(differ)} images on which they differ" in page.read_text()
 
 
 def test_classes_whose_names_look_like_several_are_told_apart():
@@ -262,28 +254,25 @@ def test_a_forgotten_data_set_and_a_single_run_are_one_line(tiny_run, other_run,
         compare_runs([tiny_run], str(tiny_data))
 
 
-def corrected_run(tiny_run, data, folder, list_name, rows):
+def corrected_run(tiny_run, data, folder, rows):
     """A copy of the run, trained on `data` with a list of corrections, {name: class}."""
     run = Path(shutil.copytree(tiny_run, folder))
-    listed = folder.parent / list_name
     lines = [f"{name},{label}" for name, label in rows.items()]
-    listed.write_text("\n".join(["image,label", *lines]) + "\n")
-    settings = {"data": str(data), "corrections": str(listed)}
+    (folder / "new.csv").write_text("\n".join(["image,label", *lines]) + "\n")
+    settings = {"data": str(data), "corrections": str(folder / "new.csv")}
     write_settings(run / "config.yaml", make_config(settings), "")
     return run
 
 
-def test_corrections_of_one_training_are_those_of_both(tiny_run, other_run, tiny_data, tmp_path):
+def test_corrections_of_one_training_are_those_of_both(tiny_run, tiny_data, tmp_path):
     names = sorted(path.relative_to(tiny_data).as_posix() for path in tiny_data.rglob("val/*/*"))
-    classes = sorted({name.split("/")[1] for name in names})
-    others = {name: classes[classes.index(name.split("/")[1]) - 1] for name in names[:5]}
-    corrected = corrected_run(tiny_run, tiny_data, tmp_path / "corrected", "new.csv", others)
+    others = dict(zip(names[:5], ["class2"] * 5, strict=True))  # all are of the first class
+    corrected = corrected_run(tiny_run, tiny_data, tmp_path / "corrected", others)
     notes: list[str] = []
     same = compare(tiny_run, corrected, str(tiny_data), notify=notes.append, **EXACT).to_dict()
     assert (same["difference"], same["only_a_right"], same["only_b_right"]) == (0.0, 0, 0)
     assert sum("new.csv, as some were trained with" in note for note in notes) == 1
     assert same["b"]["top1"] == evaluate(corrected, str(tiny_data), **EXACT)["top1"]
-    rest = dict([*others.items()][:2])
-    second = corrected_run(tiny_run, tiny_data, tmp_path / "second", "second.csv", rest)
-    with pytest.raises(DataError, match="3 of 27 images have other labels for one run"):
+    second = corrected_run(tiny_run, tiny_data, tmp_path / "second", {names[0]: "class2"})
+    with pytest.raises(DataError, match="4 of 27 images have other labels for one run"):
         compare(second, corrected, str(tiny_data), **EXACT)

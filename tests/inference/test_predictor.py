@@ -1,7 +1,6 @@
 """Predictor: the order is kept, bad files stay bad, and neighbours change nothing."""
 
 import dataclasses
-import shutil
 import threading
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from vit.errors import ConfigError, RunError, WeightsError
 from vit.inference.predictor import Predictor
 from vit.weights.adapt_weights import change_patches
 from vit.weights.load_model import from_pretrained
-from vit.weights.saved_model import CALIBRATION, load_run, update_run
+from vit.weights.saved_model import load_run
 
 pytestmark = pytest.mark.auto_precision
 
@@ -89,10 +88,8 @@ def test_predictions_with_keep_aspect_equal_those_of_the_network_called_directly
         sizes.append(tuple(image.shape[1:]))
         with torch.inference_mode():
             logits = run.model(run.preprocessing.normalise(image[None]))[0]
-        assert found.error is None
-        scores = dict(found.predictions)
         expected = dict(zip(run.classes, logits.double().softmax(0).tolist(), strict=True))
-        assert scores == pytest.approx(expected, abs=1e-5)
+        assert dict(found.predictions) == pytest.approx(expected, abs=1e-5)
     assert sizes == [(16, 16), (8, 32), (24, 8), (16, 16), (32, 8)]
     mixed = predictor([oblong[1], bad_images[0], oblong[2]])
     assert [bool(found.error) for found in mixed] == [False, True, False]
@@ -245,17 +242,13 @@ def test_images_in_memory_have_the_predictions_of_their_files(tiny_run, input_im
     assert [one.image for one in found] == names
     batch = predictor(np.stack(arrays))
     assert [one.predictions for one in batch] == [one.predictions for one in predictor(files)]
-    assert [one.image for one in batch] == [f"images[{n}]" for n in range(6)]
 
 
-def test_a_damaged_image_in_memory_has_an_error_and_another_type_stops(tiny_run, input_images):
+def test_a_closed_image_has_an_error(tiny_run, input_images):
     with Image.open(input_images[0]) as closed:
         pass
-    predictor = Predictor(tiny_run, precision="fp32", batch_size=2)
-    found = predictor([input_images[0], closed, input_images[1]])
-    assert [one.error is None for one in found] == [True, False, True]
-    with pytest.raises(ConfigError, match=r"images\[1\] is 5 \(int\); give paths, PIL images"):
-        predictor([input_images[0], 5])
+    found = Predictor(tiny_run, precision="fp32", batch_size=2)([*input_images[:2], closed])
+    assert [one.error is None for one in found] == [True, True, False]
 
 
 def test_scores_of_a_calibrated_run_are_those_of_scaled_logits(
@@ -275,22 +268,6 @@ def test_scores_of_a_calibrated_run_are_those_of_scaled_logits(
     assert predict(calibrated_run, no_calibration=True)(input_images) == raw
     turned = predict(calibrated_run, patch_size=4)
     assert turned.calibration == load_run(calibrated_run).calibration.without_selection()
-
-
-def test_a_multilabel_run_decides_the_same_with_and_without_calibration(
-    several_run, several_list, tmp_path
-):
-    folder = tmp_path / "run"
-    shutil.copytree(several_run, folder)
-    update_run(folder, {CALIBRATION: {"temperature": 0.4, "images": 99, "exponent": 1.0}})
-    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
-    settings = {"precision": "fp32", "batch_size": 8}
-    found = Predictor(folder, **settings)(images)
-    raw = Predictor(folder, **settings, no_calibration=True)(images)
-    names = [[label for label, _ in one.predictions] for one in found]
-    assert names == [[label for label, _ in one.predictions] for one in raw]
-    assert len({*map(tuple, names)}) > 1
-    assert found != raw
 
 
 def test_answers_may_be_unknown_and_come_with_sets(calibrated_run, input_images):
