@@ -142,18 +142,11 @@ def test_an_overflow_is_an_error_of_its_image(tiny_run, input_images):
     assert any("overflowed" in (prediction.error or "") for prediction in found)
 
 
-@pytest.mark.parametrize(
-    ("images", "options", "reason"),
-    [
-        ("a.png", {}, "one path; give a list"),
-        (np.zeros((4, 4, 3), np.uint8), {}, "give a list: "),
-        (["a.png"], {"top_k": 0}, "top_k=0"),
-    ],
-    ids=["path", "array", "top_k"],
-)
-def test_what_are_no_images_is_refused_before_any_is_read(tiny_run, images, options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        Predictor(tiny_run, precision="fp32").stream(images, **options)
+def test_what_are_no_images_is_refused_before_any_is_read(tiny_run):
+    with pytest.raises(ConfigError, match="one path; give a list"):
+        Predictor(tiny_run, precision="fp32").stream("a.png")
+    with pytest.raises(ConfigError, match="top_k=0"):
+        Predictor(tiny_run, precision="fp32").stream(["a.png"], top_k=0)
 
 
 @pytest.mark.parametrize(
