@@ -45,14 +45,14 @@ def data(tiny_data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_data, tmp_path / "data"))
 
 
-@pytest.fixture(params=["classify", "caption"])
-def own_run_and_data(request, tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(params=[("tiny_run", "tiny_data"), ("captioner", "captioned_data")])
+def own_run_and_data(request, tmp_path: Path) -> list[Path]:
     """A run of each task and images for it, copies that a test may change."""
-    names = {"classify": ("tiny_run", "tiny_data"), "caption": ("captioner", "captioned_data")}
-    run, data = map(request.getfixturevalue, names[request.param])
-    return Path(shutil.copytree(run, tmp_path / "run")), Path(
-        shutil.copytree(data, tmp_path / "data")
-    )
+    folders = map(request.getfixturevalue, request.param)
+    return [
+        Path(shutil.copytree(folder, tmp_path / name))
+        for folder, name in zip(folders, ("run", "data"), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,6 @@ def test_evaluation_reproduces_the_scores_of_the_training(trained, captioned_dat
         assert both == pytest.approx(event["val_loss"], rel=1e-5)
 
 
-def test_classes_are_scored_as_for_a_classifier(run_of_both_heads, captioned_data):
-    scores = evaluate(run_of_both_heads, str(captioned_data), **PRECISE)
-    assert scores.keys() == KEYS | CLASS_KEYS
-    assert scores["top1"] == sum(right_answers(run_of_both_heads, images(captioned_data))) / 27
-    assert [row["label"] for row in scores["per_class"]] == list(CLASSES)
-
-
 def test_a_decoder_that_ignores_the_images_gives_a_warning(captioner, captioned_data):
     loaded, notes = load_run(captioner), []
     with torch.no_grad():

@@ -7,12 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from tests.inference.answers import direct_logits
 from vit.commands.main import main
-from vit.data.image_io import read_image
 from vit.errors import ConfigError, VitError
 from vit.inference.attribution import classes_to_explain
 from vit.inference.evaluate import evaluate
@@ -60,20 +58,6 @@ def test_top_k_and_threshold_limit_the_classes(several_run, images, by_hand):
     assert {len(one.predictions) for one in predictor(images, top_k=1)} <= {0, 1}
     for prediction, scores in zip(predictor(images, threshold=0.45), by_hand, strict=True):
         assert {n for n, _ in prediction.predictions} == {n for n in scores if scores[n] >= 0.45}
-
-
-@precisions
-def test_probabilities_of_views_are_averaged(several_run, images, precision):
-    run = load_run(several_run)
-    pixels = torch.stack([run.preprocessing(read_image(path)) for path in images[:3]])
-    with torch.no_grad():
-        views = [run.model(run.preprocessing.normalise(x)) for x in (pixels, pixels.flip(-1))]
-    mean = torch.stack([logits.double().sigmoid() for logits in views]).mean(dim=0)
-    predictor = Predictor(several_run, device="cpu", precision=precision, tta="flip")
-    found = predictor(images[:3], threshold=0.0)
-    for prediction, row in zip(found, mean.tolist(), strict=True):
-        expected = dict(zip(run.classes, row, strict=True))
-        assert dict(prediction.predictions) == pytest.approx(expected, abs=TOLERANCES[precision])
 
 
 def test_vit_predict_writes_multilabel_rows_in_every_format(several_run, images, capfd):
