@@ -126,7 +126,7 @@ def test_equal_probabilities_count_for_the_first_class_only():
     assert (few["top5"], few["top1"]) == (1.0, pytest.approx(2 / 3))
 
 
-def test_a_certain_and_wrong_answer_has_a_finite_loss_and_no_number_none():
+def test_a_certain_and_wrong_answer_has_a_finite_loss_and_nan_is_refused():
     scores = scores_of(torch.eye(2)[[0]], torch.tensor([1]), CLASSES[:2])
     assert math.isfinite(scores["loss"])
     assert scores["loss"] > 700

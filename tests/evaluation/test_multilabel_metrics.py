@@ -88,7 +88,7 @@ def test_degenerate_inputs_equal_scikit_learn(images, decimals, share):
         assert (row["average_precision"] is None) == (not present[place])
 
 
-def test_a_sure_and_wrong_answer_has_a_finite_loss_and_no_number_none():
+def test_a_sure_and_wrong_answer_has_a_finite_loss_and_nan_is_refused():
     scores, labels = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([[0, 1]])
     assert math.isfinite(summarize_multilabel(scores, labels, "ab", (0.5, 0.5))["loss"])
     with pytest.raises(ValueError, match="finite"):

@@ -33,13 +33,10 @@ def run(tiny_run, tmp_path):
 
 
 @pytest.fixture
-def multilabel_run(several_run, tmp_path):
-    return shutil.copytree(several_run, tmp_path / "run")
-
-
-@pytest.fixture
-def images(several_list):
-    return [str(path) for path in sorted(several_list.parent.glob("*.png"))]
+def several(several_run, several_list, tmp_path):
+    """A run of several classes an image, its data, and the images."""
+    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
+    return shutil.copytree(several_run, tmp_path / "run"), str(several_list), images
 
 
 def test_the_measured_calibration_is_that_of_the_predictions(run, tiny_data, capsys):
@@ -84,29 +81,30 @@ def test_a_second_calibration_replaces_the_first(run, tiny_data):
     assert (run / "config.json").read_bytes() == config
 
 
-def test_a_multilabel_run_decides_as_before(multilabel_run, several_list, images):
-    before = Predictor(multilabel_run, **EXACT)(images)
+def test_a_multilabel_run_decides_as_before(several):
+    run, data, images = several
+    before = [[*dict(one.predictions)] for one in Predictor(run, **EXACT)(images)]
     for _ in range(2):
-        found = calibrate(multilabel_run, str(several_list), **EXACT)
-        after = Predictor(multilabel_run, **EXACT)(images)
-        for one, other in zip(before, after, strict=True):
-            assert [name for name, _ in one.predictions] == [name for name, _ in other.predictions]
+        found = calibrate(run, data, **EXACT)
+        assert [[*dict(one.predictions)] for one in Predictor(run, **EXACT)(images)] == before
+    assert len({*map(tuple, before)}) > 1
     assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
     assert found["after"]["nll"] <= found["before"]["nll"]
     with pytest.raises(ConfigError, match=r"no score is proven to be right for 98% of"):
-        Predictor(multilabel_run, **EXACT)(images, reject=True)
+        Predictor(run, **EXACT)(images, reject=True)
 
 
-def test_a_multilabel_run_rejects_answers_and_returns_sets(multilabel_run, several_list, images):
-    calibrate(multilabel_run, str(several_list), **EXACT)
-    loaded = load_run(multilabel_run)
+def test_a_multilabel_run_rejects_answers_and_returns_sets(several):
+    run, data, images = several
+    calibrate(run, data, **EXACT)
+    loaded = load_run(run)
     assert loaded.calibration.multilabel
-    outputs = next(Predictor(multilabel_run, **EXACT).batches(images))
+    outputs = next(Predictor(run, **EXACT).batches(images))
     limits = loaded.thresholds
     sure = sorted(decision_confidence(one.probabilities.tolist(), limits) for one in outputs)
     calibration = dataclasses.replace(loaded.calibration, threshold=(sure[15] + sure[16]) / 2)
-    update_run(multilabel_run, {"calibration": calibration.to_dict()})
-    predictor = Predictor(multilabel_run, **EXACT)
+    update_run(run, {"calibration": calibration.to_dict()})
+    predictor = Predictor(run, **EXACT)
     found = predictor(images, reject=True, sets=0.8)
     for one, output in zip(found, next(predictor.batches(images)), strict=False):
         scores = output.probabilities.tolist()
@@ -120,7 +118,7 @@ def test_a_multilabel_run_rejects_answers_and_returns_sets(multilabel_run, sever
     with pytest.raises(ConfigError, match=r"reject with threshold=0.4: .* leave one of the two"):
         predictor(images, reject=True, threshold=0.4)
     with pytest.raises(ConfigError, match=r"list of classes.*leave it out"):
-        calibrate(multilabel_run, str(several_list), target_class="red", **EXACT)
+        calibrate(run, data, target_class="red", **EXACT)
 
 
 def test_a_class_keeps_the_target_on_its_own(run, tiny_data, input_images, capsys):

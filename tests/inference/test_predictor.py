@@ -163,7 +163,7 @@ def test_what_are_no_images_is_refused_before_any_is_read(tiny_run):
     ],
     ids=str,
 )
-def test_settings_that_no_network_can_have_are_refused(tiny_run, settings, reason):
+def test_wrong_settings_of_the_network_are_refused(tiny_run, settings, reason):
     with pytest.raises(ConfigError, match=reason):
         Predictor(tiny_run, **settings)
 
@@ -178,7 +178,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "change", [{"merge_tokens": 1}, {"patch_size": 4}, {"patch_size": 16}], ids=str
 )
-def test_another_network_applies_to_any_run(tiny_run, input_images, change):
+def test_settings_of_the_network_apply_to_any_run(tiny_run, input_images, change):
     def scores(**settings):
         settings = {"precision": "fp32", "batch_size": 64, **settings}
         found = Predictor(tiny_run, **settings)(input_images)
