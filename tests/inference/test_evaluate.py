@@ -146,22 +146,27 @@ def test_every_command_measures_the_images_that_it_says(tiny_run, data, tmp_path
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("name", "text"),
     [
-        "{",
-        "[]",
-        '{"val": [1], "root": "x"}',
-        '{"val": []}',
-        '{"root": "x", "val": ["a"], "val_digests": []}',
-        '{"root": "x", "val": ["a"], "val_digests": [5]}',
-        '{"root": "x", "val": ["a\\u0000"], "val_digests": ["3:ab"]}',
+        ("split", "{"),
+        ("split", "[]"),
+        ("split", '{"val": [1], "root": "x"}'),
+        ("split", '{"val": []}'),
+        ("split", '{"root": "x", "val": ["a"], "val_digests": []}'),
+        ("split", '{"root": "x", "val": ["a"], "val_digests": [5]}'),
+        ("split", '{"root": "x", "val": ["a\\u0000"], "val_digests": ["3:ab"]}'),
+        ("paths", "{"),
+        ("paths", "[]x"),
+        ("paths", "3"),
+        pytest.param("paths", "[" * 10**5, id="nested"),
     ],
 )
-def test_a_damaged_split_file_is_an_error(tiny_run, tiny_data, tmp_path, text):
+def test_a_damaged_file_of_a_run_is_an_error(tiny_run, tiny_data, tmp_path, name, text):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    (run / "split.json").write_text(text)
-    with pytest.raises(RunError, match=r"split\.json is damaged"):
+    (run / "config.yaml").write_text("data: photos\n")
+    (run / f"{name}.json").write_text(text)
+    with pytest.raises(RunError, match=rf"{name}\.json is damaged"):
         evaluate(run, str(tiny_data))
 
 
@@ -258,14 +263,6 @@ def test_settings_of_a_training_that_are_not_applied_are_named(tmp_path, monkeyp
     assert "exclude" not in other_name  # of lists that name other images
     assert "trained with exclude=bad.csv on " in gone
     assert "not applied: the files are not found; start in the folder in" in gone
-
-
-@pytest.mark.parametrize("text", ["{", "[]x", "3", pytest.param("[" * 10**5, id="nested")])
-def test_damaged_paths_of_a_run_are_an_error(tmp_path, text):
-    (tmp_path / "config.yaml").write_text("data: photos\n")
-    (tmp_path / "paths.json").write_text(text)
-    with pytest.raises(RunError, match=r"paths\.json is damaged .*; delete it"):
-        stored_config(tmp_path)
 
 
 @pytest.fixture

@@ -65,33 +65,24 @@ def test_batches_have_few_shapes(tiny_run, input_images, count, rows, precision,
     assert seen == rows
 
 
-@pytest.fixture
-def oblong(tmp_path) -> list[str]:
-    """Images of many aspects, in colours of noise."""
-    random = np.random.default_rng(0)
-    paths = []
-    for height, width in ((40, 40), (40, 150), (90, 30), (31, 33), (400, 3)):
-        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        paths.append(str(tmp_path / f"{height}x{width}.png"))
-        Image.fromarray(pixels).save(paths[-1])
-    return paths
-
-
 def test_predictions_with_keep_aspect_equal_those_of_the_network_called_directly(
-    tiny_run, oblong, bad_images
+    tiny_run, bad_images
 ):
+    random = np.random.default_rng(0)
+    sizes = [(40, 40), (40, 150), (90, 30), (31, 33), (400, 3)]
+    images = [random.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
     run = load_run(tiny_run)
     predictor = Predictor(tiny_run, keep_aspect=True, precision="fp32", batch_size=4)
-    sizes = []
-    for path, found in zip(oblong, predictor(oblong), strict=True):
-        image = run.preprocessing.keep_aspect(Image.open(path), 8)
-        sizes.append(tuple(image.shape[1:]))
+    seen = []
+    for pixels, found in zip(images, predictor(images), strict=True):
+        image = run.preprocessing.keep_aspect(Image.fromarray(pixels), 8)
+        seen.append(tuple(image.shape[1:]))
         with torch.inference_mode():
             logits = run.model(run.preprocessing.normalise(image[None]))[0]
         expected = dict(zip(run.classes, logits.double().softmax(0).tolist(), strict=True))
         assert dict(found.predictions) == pytest.approx(expected, abs=1e-5)
-    assert sizes == [(16, 16), (8, 32), (24, 8), (16, 16), (32, 8)]
-    mixed = predictor([oblong[1], bad_images[0], oblong[2]])
+    assert seen == [(16, 16), (8, 32), (24, 8), (16, 16), (32, 8)]
+    mixed = predictor([images[1], bad_images[0], images[2]])
     assert [bool(found.error) for found in mixed] == [False, True, False]
     assert predictor([bad_images[0]])[0].error
 
