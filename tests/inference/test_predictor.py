@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -57,12 +58,10 @@ def test_batches_have_few_shapes(tiny_run, input_images, count, rows, precision,
     predictor = Predictor(tiny_run, batch_size=4, precision=precision)
     prepacked = predictor.prepacked if precision == "fp32" else None
     network = prepacked or predictor.model
-    seen, forward = [], network.forward
-    monkeypatch.setattr(
-        network, "forward", lambda images: (seen.append(len(images)), forward(images))[1]
-    )
+    forward = Mock(wraps=network.forward)
+    monkeypatch.setattr(network, "forward", forward)
     assert len(predictor(input_images[:count])) == count
-    assert seen == rows
+    assert [len(call.args[0]) for call in forward.mock_calls] == rows
 
 
 def test_predictions_with_keep_aspect_equal_those_of_the_network_called_directly(

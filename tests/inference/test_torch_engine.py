@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -136,24 +137,19 @@ def test_a_list_continued_at_a_block_gives_the_same_digits(run, input_images):
 
 
 def test_compiled_batches_have_one_shape_and_a_failure_is_one_line(run, input_images, monkeypatch):
-    shapes = []
+    compiled: list[Mock] = []
 
-    def compiled(function, **_):
-        return lambda batch: (shapes.append(batch.shape[0]), function(batch))[1]
+    def wrapped(function, **_):
+        compiled.append(Mock(wraps=function))
+        return compiled[-1]
 
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch, "compile", wrapped)
     found = Predictor(run, device="cpu", batch_size=4, compile=True)(input_images[:9])
-    assert set(shapes) == {4}
+    assert {call.args[0].shape[0] for mock in compiled for call in mock.mock_calls} == {4}
     for row, plain in zip(found, Predictor(run, device="cpu")(input_images[:9]), strict=True):
         assert dict(row.predictions) == pytest.approx(dict(plain.predictions), abs=1e-5)
-
-    def broken(_function, **_):
-        def fail(_batch):
-            raise RuntimeError("no C++ compiler\nmore")
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", broken)
+    broken = Mock(side_effect=RuntimeError("no C++ compiler\nmore"))
+    monkeypatch.setattr(torch, "compile", lambda _function, **_: broken)
     with pytest.raises(ConfigError, match=r"torch cannot compile here \(no C\+\+ compiler\)"):
         Predictor(run, device="cpu", compile=True)(input_images[:1])
 
