@@ -112,11 +112,8 @@ def test_numbers_are_the_metrics(write, parse):
 
 
 def test_many_classes_begin_with_the_worst(write, parse):
-    classes, outcomes = (
-        tuple(f"class {i:04d}" for i in range(3000)),
-        draw_outcomes(3000, images=500),
-    )
-    html = write(classes, outcomes=outcomes)
+    classes = [f"class {i:04d}" for i in range(3000)]
+    html = write(classes, outcomes=draw_outcomes(3000, images=500))
     page = parse(html)
     assert "Classes, the worst of 3,000 first" in page.texts
     assert "1,000 more are left out here: vit evaluate --json has all." in page.texts

@@ -123,12 +123,10 @@ def test_intervals_of_metrics_hold_the_truth_of_other_groups():
 
 def test_few_groups_have_no_interval_but_that_of_a_share():
     outcomes, groups = grouped_outcomes(19, 10, 0)
-    found = class_intervals(outcomes, groups)
-    assert {*found.values()} == {None}
-    narrow, wide = (
-        summarize(outcomes, CLASSES, which)["top1_interval"] for which in (None, groups)
-    )
-    assert wide[0] < narrow[0] < float((outcomes.ranks == 0).double().mean()) < narrow[1] < wide[1]
+    assert {*class_intervals(outcomes, groups).values()} == {None}
+    low, high = summarize(outcomes, CLASSES)["top1_interval"]
+    lower, higher = summarize(outcomes, CLASSES, groups)["top1_interval"]
+    assert lower < low < float((outcomes.ranks == 0).double().mean()) < high < higher
 
 
 def test_the_interval_of_map_is_wider_of_groups():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -199,9 +200,7 @@ def test_local_lists_are_read_alike_by_all_engines(tmp_path, monkeypatch):
         listed.write_text(f"{header},label\na.png,x\nb.png,y\n")
         names = found("data/list.csv", urls=True)
         assert names == found("data/list.csv", urls=False)
-        assert [Path(name).resolve() for name in names] == [
-            (tmp_path / "data" / name).resolve() for name in ("a.png", "b.png")
-        ]
+        assert [os.path.relpath(name) for name in names] == ["data/a.png", "data/b.png"]
     listed.write_text("image\ns3://bucket/a.png\nb.png\n")
     assert found("data/list.csv", urls=True) == ["s3://bucket/a.png", "data/b.png"]
 
