@@ -213,20 +213,21 @@ def test_a_batch_of_any_length_has_the_values_of_its_images():
 def test_headers_give_the_size_and_format_of_the_decoded_image(image, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # on its side
-    paths = [str(tmp_path / name) for name in ("a.jpg", "b.png", "turned.jpg", "wrong.png")]
-    for path in paths[:2]:
-        image.save(path)
-    image.save(paths[2], exif=exif)
-    image.save(paths[3], "GIF")
+    expected = {
+        "a.jpg": (30, 20, "JPEG"),
+        "b.png": (30, 20, "PNG"),
+        "turned.jpg": (20, 30, "JPEG"),
+        "wrong.png": (30, 20, "GIF"),
+    }
+    files = {str(tmp_path / name): told for name, told in expected.items()}
     properties, observed = ImageProperties(), ImageProperties()
-    properties.add_headers([*paths, str(tmp_path / "missing.jpg")])
-    for path in paths:
+    for path, (*_, kind) in files.items():
+        image.save(path, kind, **({"exif": exif} if "turned" in path else {}))
         decoded = read_image(path)
         observed.add(path, decoded.size, decoded.format, to_tensor(decoded))
-    assert properties.files == observed.files
-    assert properties.files[paths[2]] == (20, 30, "JPEG")
-    assert properties.files[paths[3]] == (30, 20, "GIF")
-    values = {one.key: one.values for one in observed.features(paths)}
+    properties.add_headers([*files, str(tmp_path / "missing.jpg")])
+    assert properties.files == observed.files == files
+    values = {one.key: one.values for one in observed.features(list(files))}
     assert values["file_type"] == ["JPEG", "PNG", "JPEG", "GIF"]
     assert values["size"] == [20.0] * 4
     assert values["aspect"] == [1.5, 1.5, pytest.approx(2 / 3), 1.5]

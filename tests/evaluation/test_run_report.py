@@ -90,7 +90,7 @@ def test_the_origin_of_a_run_is_shown(write, parse, make_session):
     assert "How it was made" not in parse(write(folder="of an older version")).prose
 
 
-def test_costs_are_those_of_the_training(write, parse, tmp_path):
+def test_costs_are_those_of_the_training(write, parse):
     text = parse(write(event={"data_wait": 0.25}, flops=2_500_000_000)).lines
     for tile in (
         "parameters\n21.7 M",

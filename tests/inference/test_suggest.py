@@ -60,10 +60,9 @@ def test_near_duplicates_are_never_both_suggested(photos, tiny_run):
 
 
 def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tmp_path):
-    labels = tmp_path / "labels.csv"
-    labels.write_text("image,label\napple_0.png,a\nclass2_1.png,b\nclass2_2.png,\n")
-    notes = []
+    labels, notes = tmp_path / "labels.csv", []
     given = {"weights": tiny_run, "labels": str(labels), **SETTINGS}
+    labels.write_text("image,label\napple_0.png,a\nclass2_1.png,b\nclass2_2.png,\n")
     found = suggest(photos, n=100, notify=notes.append, **given)
     names = {one.image for one in found.suggested}
     assert not {"apple_0.png", "copy.png", "small.png", "class2_1.png"} & names
@@ -73,11 +72,11 @@ def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tm
     assert "note: only 25 different images without a label, not 100" in notes
     assert any("1 row without a label" in note for note in notes)
     labels.write_text("id,species\napple_0.png,apple\nclass2_1.png,class2\n")
-    found = suggest(photos, n=4, image_column="id", label_column="species", **given)
-    labels.write_text("image,label\napple_0.png,apple\nclass2_1.png,class2\n")
+    columns = {"image_column": "id", "label_column": "species"}
+    found = suggest(photos, n=4, **columns, **given)
     assert found.source == "network"  # whose classes these are
     assert all(0 <= one.margin <= 1 for one in found.suggested)
-    found = suggest(photos, n=4, order="typical", **given)
+    found = suggest(photos, n=4, order="typical", **columns, **given)
     assert (found.source, found.suggested[0].likely, found.labelled) == ("nothing", "", 2)
 
 
