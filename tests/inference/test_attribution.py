@@ -338,16 +338,14 @@ def by_loop(model, image, order, side, wanted):
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_curves_equal_those_of_an_explicit_loop(settings):
-    model = network(**settings)
-    image = input_images(1, height=32, width=40)[0]
-    maps = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
-    for one, weights, wanted in zip(
-        deletions(model, image, maps, [2, 0], batch_size=7, seed=0), maps, [2, 0], strict=True
-    ):
+    model, image = network(**settings), input_images(1, height=32, width=40)[0]
+    maps, wanted = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0)), [2, 0]
+    found = deletions(model, image, maps, wanted, batch_size=7, seed=0)
+    for one, weights, index in zip(found, maps, wanted, strict=True):
         order = weights.flatten().argsort(descending=True).tolist()
-        expected = by_loop(model, image, order, 8, wanted)
+        expected = by_loop(model, image, order, 8, index)
         assert one.curve.probabilities == pytest.approx(expected, abs=1e-5)
-        backwards = by_loop(model, image, order[::-1], 8, wanted)
+        backwards = by_loop(model, image, order[::-1], 8, index)
         assert one.reverse.probabilities == pytest.approx(backwards, abs=1e-5)
         assert one.curve.deleted == tuple(step / 10 for step in range(11))
         assert one.curve.score == pytest.approx(auc(one.curve.deleted, expected), abs=1e-5)

@@ -88,9 +88,7 @@ def test_a_label_with_the_csv_separator_is_refused():
     assert line(Prediction("x.png", (("=a", 0.5),))) == "x.png,'=a,0.5,\r\n"
 
 
-def test_sorting_into_folders_is_refused_for_multilabel_models(
-    several_run, images, tmp_path, capfd
-):
+def test_several_classes_are_not_sorted_into_folders(several_run, images, tmp_path, capfd):
     words = ["predict", str(several_run), *images[:2], "--sort-into", str(tmp_path / "s")]
     assert main(words) == 2
     assert "this network is multi-label" in capfd.readouterr().err
@@ -108,9 +106,8 @@ def test_explain_plots_the_named_classes(several_run, images, tmp_path, capfd, p
     (drawn,) = (json.loads(path.read_text()) for path in (tmp_path / "e").glob("*.json"))
     named = {pair["label"]: pair["score"] for pair in row["predictions"]}
     assert (len(named) == len(THRESHOLDS)) == bool(flags)
-    assert {each["label"]: each["probability"] for each in drawn["classes"]} == pytest.approx(
-        named, abs=max(TOLERANCES[precision], 1e-5)
-    )
+    explained = {each["label"]: each["probability"] for each in drawn["classes"]}
+    assert explained == pytest.approx(named, abs=max(TOLERANCES[precision], 1e-5))
     scores = np.array([0.2, 0.6, 0.9])
     assert classes_to_explain(scores, (0.1, 0.1, 0.95)) == [1, 0]
     assert classes_to_explain(scores, (0.99, 0.99, 0.99)) == [2]  # none is named: the best
@@ -140,14 +137,11 @@ def test_a_multilabel_model_is_evaluated_on_single_label_images(several_run, tmp
     assert [row["count"] for row in scores["per_class"]] == [1, 1, 1]
 
 
-def test_a_single_label_model_is_not_evaluated_on_multilabel_images(
-    tiny_run, several_list, tmp_path
-):
-    own = tmp_path / "own.csv"
+def test_a_single_label_model_is_not_evaluated_on_several_labels(tiny_run, several_list, tmp_path):
     shutil.copy(several_list.parent / "01.png", tmp_path)
-    own.write_text("image,labels\n01.png,apple|class2\n")
+    (tmp_path / "own.csv").write_text("image,labels\n01.png,apple|class2\n")
     with pytest.raises(ConfigError, match="this network gives each one"):
-        evaluate(tiny_run, str(own), device="cpu")
+        evaluate(tiny_run, str(tmp_path / "own.csv"), device="cpu")
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5, 2], [0.5, 0.5, "x"], None, 3])

@@ -156,10 +156,8 @@ def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, na
     assert write_suspects(report, str(path)) == 2
     rows = read_list(str(path), DatasetSpec(str(path)), []).rows
     guard = "'" if name.endswith(".csv") else ""
-    assert {row.name: row.labels for row in rows} == {
-        f"{guard}=a/1.png": ("=a",),
-        "hat/-2.png": ("hat",),
-    }
+    found = {row.name: row.labels for row in rows}
+    assert found == {f"{guard}=a/1.png": ("=a",), "hat/-2.png": ("hat",)}
     assert path.read_bytes().startswith("\ufeff".encode()) == name.endswith(".csv")
 
 

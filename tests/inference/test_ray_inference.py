@@ -46,23 +46,23 @@ def test_a_row_comes_back_as_it_went(row):
     assert from_text(row.image, to_text(row)) == row
 
 
-def test_pieces_are_whole_blocks_in_order_and_names_survive():
+@pytest.mark.parametrize(
+    ("block", "workers", "size"),
+    [(16, 2, 48), (16, 200, 16), (64, 1, 64), (600, 1, 600), (1, 1, 125)],
+)
+def test_pieces_are_whole_blocks_in_order(block, workers, size):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    names = [f"{number}.png" for number in range(1001)]
-    for block, workers, size in (
-        (16, 2, 48),
-        (16, 200, 16),
-        (64, 1, 64),
-        (600, 1, 600),
-        (1, 1, 125),
-    ):
-        tables = pieces(names, block, workers)
-        assert {len(table) for table in tables[:-1]} <= {size}
-        assert [n for table in tables for n in table["number"].to_pylist()] == list(range(1001))
+    tables = pieces([f"{number}.png" for number in range(1001)], block, workers)
+    assert {len(table) for table in tables[:-1]} <= {size}
+    assert [n for table in tables for n in table["number"].to_pylist()] == list(range(1001))
+
+
+def test_names_survive_in_pieces():
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
     (table,) = pieces([*NAMES, "s3://b/c.png"], 16, 2)
     found = [os.fsdecode(path) for path in table["path"].to_pylist()]
     assert found == [*(os.path.abspath(name) for name in NAMES), "s3://b/c.png"]
-    assert len(pieces(names * 100, 16, 2)[0]) == 512
+    assert len(pieces(NAMES * 25_000, 16, 2)[0]) == 512
 
 
 def test_workers_give_the_digits_of_one_predictor(tiny_run, input_images, bad_images):

@@ -55,9 +55,8 @@ def test_flip_is_the_mean_of_an_image_and_its_mirror_image(run, input_images, ke
         image, prepare = read_image(path), run.preprocessing
         view = prepare.keep_aspect(image, 8) if keep_aspect else prepare(image)
         views = torch.stack([view, view.flip(-1)])
-        assert answer.probabilities == pytest.approx(
-            by_hand(run, views).mean(dim=0).numpy(), abs=1e-5
-        )
+        expected = by_hand(run, views).mean(dim=0).numpy()
+        assert answer.probabilities == pytest.approx(expected, abs=1e-5)
         assert torch.equal(answer.pixels, view)
 
 
