@@ -6,8 +6,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest, norm
-from scipy.stats import t as student
+from scipy.stats import binomtest, bootstrap, norm
+from scipy.stats import bootstrap, t as student
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation import paired_comparison
@@ -92,6 +92,13 @@ def test_images_that_show_nothing_are_never_enough(a, b, both):
 
 def test_equal_networks_are_called_different_in_five_of_a_hundred_cases():
     assert 0.03 <= share_of_verdicts(4000, 700, 0.0) <= 0.07
+
+
+def test_the_interval_is_nearly_that_of_scipys_bootstrap_of_the_images():
+    differences = np.repeat([-1, 1, 0], [30, 52, 318])
+    expected = bootstrap((differences,), np.mean, method="percentile", n_resamples=5000)
+    found = counts(30, 52, count=400, both=250)
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval), abs=0.008)
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.0, 0.008), (0.002, 0.01), (0.05, 0.1)])
