@@ -192,3 +192,23 @@ def make_epochs() -> Callable[..., list[dict]]:
         ]
 
     return make
+
+
+@pytest.fixture
+def make_session() -> Callable[..., dict]:
+    """Make the facts about the machine and the command of a training."""
+
+    def make(command):
+        return {
+            "began": "2026-01-31T12:00:00+00:00",
+            "command": command,
+            "directory": "/home/<i>user",
+            "versions": {"vit": "0.1", "torch": "2.9"},
+            "processor": "A processor",
+            "cores": 8,
+            "gpus": ["A GPU"],
+            "system": "Linux",
+            "git": {"vit": {"commit": "c0ffee", "changed": True}, "data": None},
+        }
+
+    return make

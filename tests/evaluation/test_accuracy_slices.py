@@ -45,17 +45,18 @@ def test_p_values_are_those_of_fishers_exact_test(right, images, hits, count):
         assert found == pytest.approx(fisher_exact(table, alternative="less").pvalue, rel=1e-9)
 
 
+def feature(key, values, **settings):
+    return Feature(key=key, title=key, values=[*values], **settings)
+
+
 def test_a_planted_drop_is_flagged_and_nothing_else():
     random = np.random.default_rng(0)
     dark = random.random(400) < 0.2
     right = random.random(400) < np.where(dark, 0.6, 0.9)
-    brightness = np.where(dark, 0.1, random.uniform(0.3, 1, 400))
     features = [
-        Feature(key="brightness", title="brightness", values=brightness.tolist(), edges=[0.2]),
-        Feature(key="size", title="the short side", values=random.integers(20, 90, 400).tolist()),
-        Feature(
-            key="camera", title="column camera", values=random.choice(list("ab"), 400).tolist()
-        ),
+        feature("brightness", np.where(dark, 0.1, random.uniform(0.3, 1, 400)), edges=[0.2]),
+        feature("size", random.integers(20, 90, 400).tolist()),
+        feature("camera", random.choice(list("ab"), 400)),
     ]
     rows = accuracy_slices(right.tolist(), features)
     (flagged,) = [row for row in rows if row.flagged]
@@ -67,8 +68,7 @@ def test_a_planted_drop_is_flagged_and_nothing_else():
     low, high = wilson_interval(flagged.right, flagged.count)
     assert f"{low:.1%} to {high:.1%}" in text
     found = flagged.to_dict()
-    assert found["accuracy_interval"] == [low, high]
-    assert found["sentence"] == text
+    assert (found["accuracy_interval"], found["sentence"]) == ([low, high], text)
     assert sum(row.count for row in rows if row.feature == "size") == 400
 
 
@@ -76,10 +76,7 @@ def test_slices_that_are_not_worse_are_rarely_flagged():
     """Of 100 sets of images whose answers depend on nothing, at most 5 or so have a flag."""
     random, alarms = np.random.default_rng(1), 0
     for _ in range(100):
-        features = [
-            Feature(key=str(number), title="", values=random.random(200).tolist())
-            for number in range(5)
-        ]
+        features = [feature(str(number), random.random(200).tolist()) for number in range(5)]
         rows = accuracy_slices((random.random(200) < 0.8).tolist(), features)
         assert len(rows) == 20
         alarms += any(row.flagged for row in rows)
@@ -93,10 +90,9 @@ def test_slices_of_whole_groups_are_rarely_flagged_where_none_is_worse():
         groups = np.repeat(np.arange(60), random.integers(2, 15, 60))
         right = random.random(len(groups)) < random.beta(2, 0.7, 60)[groups]
         hospitals = [f"h{number}" for number in random.integers(0, 5, 60)[groups]]
-        features = [Feature(key="hospital", title="hospital", values=hospitals)]
         for told in alarms:
             numbers = torch.from_numpy(groups) if told else None
-            rows = accuracy_slices(right.tolist(), features, numbers)
+            rows = accuracy_slices(right.tolist(), [feature("hospital", hospitals)], numbers)
             alarms[told] += any(row.flagged for row in rows)
     assert alarms[True] <= 8
     assert alarms[False] > 30
@@ -107,37 +103,37 @@ def test_a_drop_of_many_groups_is_flagged():
     groups = np.repeat(np.arange(200), 5)
     worse = groups % 4 == 0
     right = random.random(1000) < np.where(worse, 0.5, 0.9)
-    feature = Feature(key="site", title="site", values=np.where(worse, "a", "b").tolist())
-    flagged, other = accuracy_slices(right.tolist(), [feature], torch.from_numpy(groups))
-    flagged, other = sorted((flagged, other), key=lambda row: row.name)
+
+    def rows(groups=None):
+        found = accuracy_slices(right.tolist(), [feature("site", np.where(worse, *"ab"))], groups)
+        return sorted(found, key=lambda row: row.name)
+
+    flagged, other = rows(torch.from_numpy(groups))
     assert (flagged.flagged, other.flagged) == (True, False)
-    alone = accuracy_slices(right.tolist(), [feature])
-    assert flagged.p_value > min(row.p_value for row in alone)
-    apart = accuracy_slices(right.tolist(), [feature], torch.arange(1000))
-    assert min(row.p_value for row in apart) < 1e-20
+    assert flagged.p_value > min(row.p_value for row in rows())
+    assert min(row.p_value for row in rows(torch.arange(1000))) < 1e-20
 
 
 @pytest.mark.parametrize(
-    ("values", "names", "counts"),
+    ("values", "edges", "names", "counts"),
     [
-        ([*range(100)], ["0 to 24 px", "25 to 49 px", "50 to 74 px", "75 to 99 px"], [25] * 4),
-        ([32.0] * 90 + [64.0] * 10, ["32 px", "64 px"], [90, 10]),
-        ([1.0] * 60 + [*range(2, 42)], ["1 to 16 px", "17 to 41 px"], [75, 25]),
-        ([20240102, 20240101, 20240102], ["20240101 px", "20240102 px"], [1, 2]),
-        ([0.12346, 0.5], ["0.1235 px", "0.5 px"], [1, 1]),
-        ([], [], []),
+        ([*range(100)], None, ["0 to 24", "25 to 49", "50 to 74", "75 to 99"], [25] * 4),
+        ([32.0] * 90 + [64.0] * 10, None, ["32", "64"], [90, 10]),
+        ([1.0] * 60 + [*range(2, 42)], None, ["1 to 16", "17 to 41"], [75, 25]),
+        ([20240102, 20240101, 20240102], None, ["20240101", "20240102"], [1, 2]),
+        ([0.12346, 0.5], None, ["0.1235", "0.5"], [1, 1]),
+        ([], None, [], []),
+        ([0.5, 1.0, 1.5, 3.0], [1, 2], ["0.5", "1 to 1.5", "3"], [1, 2, 1]),
     ],
-    ids=["quartiles", "distinct", "equal", "long", "digits", "none"],
+    ids=["quartiles", "distinct", "equal", "long", "digits", "none", "edges"],
 )
-def test_numbers_are_divided_at_quartiles_and_equal_ones_stay_together(values, names, counts):
-    slices, found = divide(values, unit=" px")
-    assert found == names
+def test_numbers_are_divided_at_quartiles_or_edges_and_equal_ones_stay_together(
+    values, edges, names, counts
+):
+    slices, found = divide(values, unit=" px", edges=edges)
+    assert found == [f"{name} px" for name in names]
     assert np.bincount(slices, minlength=len(names)).tolist() == counts
-
-
-def test_numbers_are_divided_at_edges():
-    slices, names = divide([0.5, 1.0, 1.5, 3.0], edges=[1, 2])
-    assert (slices.tolist(), names) == ([0, 1, 1, 2], ["0.5", "1 to 1.5", "3"])
+    assert (np.diff(slices[np.argsort(values, kind="stable")]) >= 0).all()
 
 
 def test_rare_words_share_a_slice():
@@ -150,28 +146,25 @@ def test_rare_words_share_a_slice():
 def test_small_slices_unknown_values_and_left_out_images_are_not_counted():
     values = ["a"] * 20 + ["b"] * 20 + ["c"] * 9 + [None] * 30
     right = [True, None] * 10 + [False] * 20 + [True] * 9 + [True] * 30
-    rows = accuracy_slices(right, [Feature(key="k", title="k", values=values)])
-    assert [(row.name, row.count, row.right, row.rest) for row in rows] == [
-        ("b", 20, 0, 19),
-        ("a", 10, 10, 29),
-    ]
-    assert accuracy_slices(right[:20], [Feature(key="k", title="k", values=["a"] * 20)]) == []
+    rows = accuracy_slices(right, [feature("k", values)])
+    found = [(row.name, row.count, row.right, row.rest) for row in rows]
+    assert found == [("b", 20, 0, 19), ("a", 10, 10, 29)]
+    assert accuracy_slices(right[:20], [feature("k", ["a"] * 20)]) == []
 
 
 @pytest.mark.parametrize(("groups", "others"), [(4, 4), (4, 40), (40, 4), (1, 3)])
 def test_few_groups_flag_nothing(groups, others):
     """Four groups tell nothing about others, however many images they have."""
     places = torch.arange(600)
-    right = torch.cat([places % 50 == 0, places % 50 > 0])
+    right = torch.cat([places % 50 == 0, places % 50 > 0]).tolist()
     numbers = torch.cat([places % groups, groups + places % others])
-    site = Feature(key="site", title="site", values=["a"] * 600 + ["b"] * 600)
-    lamp = Feature(key="lamp", title="lamp", values=["xy"[n % 2] for n in range(1200)])
-    rows = [row.to_dict() for row in accuracy_slices(right.tolist(), [site, lamp], numbers)]
+    site, lamp = feature("site", "a" * 600 + "b" * 600), feature("lamp", "xy" * 600)
+    rows = [row.to_dict() for row in accuracy_slices(right, [site, lamp], numbers)]
     assert rows[0]["accuracy"] == 0.02
     assert (rows[0]["accuracy_interval"] == [0.0, 1.0]) == (groups < 5)
     for row in rows[:2]:
         assert (row["p_value"], row["p_adjusted"], row["flagged"]) == (None, None, False)
-    alone = accuracy_slices(right.tolist(), [lamp], numbers)  # corrected for what is tested
+    alone = accuracy_slices(right, [lamp], numbers)  # corrected for what is tested
     assert [row["p_adjusted"] for row in rows[2:]] == [row.p_adjusted for row in alone]
 
 
@@ -220,20 +213,21 @@ def test_a_batch_of_any_length_has_the_values_of_its_images():
 def test_headers_give_the_size_and_format_of_the_decoded_image(image, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # on its side
-    paths = [str(tmp_path / name) for name in ("a.jpg", "b.png", "turned.jpg", "wrong.png")]
-    for path in paths[:2]:
-        image.save(path)
-    image.save(paths[2], exif=exif)
-    image.save(paths[3], "GIF")
+    expected = {
+        "a.jpg": (30, 20, "JPEG"),
+        "b.png": (30, 20, "PNG"),
+        "turned.jpg": (20, 30, "JPEG"),
+        "wrong.png": (30, 20, "GIF"),
+    }
+    files = {str(tmp_path / name): told for name, told in expected.items()}
     properties, observed = ImageProperties(), ImageProperties()
-    properties.add_headers([*paths, str(tmp_path / "missing.jpg")])
-    for path in paths:
+    for path, (*_, kind) in files.items():
+        image.save(path, kind, **({"exif": exif} if "turned" in path else {}))
         decoded = read_image(path)
         observed.add(path, decoded.size, decoded.format, to_tensor(decoded))
-    assert properties.files == observed.files
-    assert properties.files[paths[2]] == (20, 30, "JPEG")
-    assert properties.files[paths[3]] == (30, 20, "GIF")
-    values = {one.key: one.values for one in observed.features(paths)}
+    properties.add_headers([*files, str(tmp_path / "missing.jpg")])
+    assert properties.files == observed.files == files
+    values = {one.key: one.values for one in observed.features(list(files))}
     assert values["file_type"] == ["JPEG", "PNG", "JPEG", "GIF"]
     assert values["size"] == [20.0] * 4
     assert values["aspect"] == [1.5, 1.5, pytest.approx(2 / 3), 1.5]
@@ -253,18 +247,15 @@ def test_folders_are_those_below_the_common_one_without_the_class():
     assert origin_folders([]) == []
 
 
-def test_classes_are_counted_here_or_in_training():
-    paths, classes = ["1", "2", "3"], ["cat", "cat", "dog"]
-    here, training = (
-        next(one for one in features if one.key == "class_frequency")
-        for features in (
-            ImageProperties().features(paths, classes=classes),
-            ImageProperties().features(paths, classes=classes, training_counts={"cat": 90}),
-        )
-    )
-    assert here.values == [2.0, 2.0, 1.0]
-    assert training.values == [90.0, 90.0, 0.0]
-    assert "in training" in training.title
+@pytest.mark.parametrize(
+    ("counts", "frequencies"), [({}, [2.0, 2.0, 1.0]), ({"cat": 90}, [90.0, 90.0, 0.0])]
+)
+def test_classes_are_counted_here_or_in_training(counts, frequencies):
+    told = {"training_counts": counts} if counts else {}
+    features = ImageProperties().features(list("123"), classes=["cat", "cat", "dog"], **told)
+    (found,) = (one for one in features if one.key == "class_frequency")
+    assert found.values == frequencies
+    assert ("in training" in found.title) == bool(counts)
 
 
 def test_cells_are_numbers_only_where_all_are():

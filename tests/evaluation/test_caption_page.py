@@ -26,21 +26,18 @@ PAIRS = (
 
 def outcomes_of(pairs, paths=None, *, loss=1.0, shuffled_loss=2.0, ended=True) -> CaptionOutcomes:
     """Images with (caption, first reference)."""
-    return CaptionOutcomes(
-        images=[
-            CaptionedImage(
-                path=paths[number] if paths else f"/nowhere/{number}.jpg",
-                caption=caption,
-                score=-1.5 - number,
-                ended=ended,
-                references=(reference, "something else"),
-                loss=1.0 + number,
-            )
-            for number, (caption, reference) in enumerate(pairs)
-        ],
-        loss=loss,
-        shuffled_loss=shuffled_loss,
-    )
+    images = [
+        CaptionedImage(
+            path=paths[number] if paths else f"/nowhere/{number}.jpg",
+            caption=caption,
+            score=-1.5 - number,
+            ended=ended,
+            references=(reference, "something else"),
+            loss=1.0 + number,
+        )
+        for number, (caption, reference) in enumerate(pairs)
+    ]
+    return CaptionOutcomes(images=images, loss=loss, shuffled_loss=shuffled_loss)
 
 
 @pytest.fixture
@@ -48,32 +45,15 @@ def write(tmp_path, make_facts, make_epochs):
     """Write a report, and return its text."""
 
     def write(
-        outcomes,
-        *,
-        epochs=3,
-        settings=None,
-        classes=(),
-        class_outcomes=None,
-        event=None,
-        val_images=4,
-        **changes,
+        outcomes, *, epochs=3, classes=(), class_outcomes=None, event=None, val_images=4, **changes
     ):
-        settings = {"task": "caption", **(settings or {})}
+        settings = {"task": "caption", **changes.pop("settings", {})}
+        facts = {"val_held_out": False, "parameters": 205_000, **changes}
+        advice = "hide words with --caption-dropout 0.3"
+        events = make_epochs(epochs, **(event or {}))
         write_caption_report(
-            make_facts(
-                classes,
-                settings,
-                epochs=make_epochs(epochs, **(event or {})),
-                val_held_out=False,
-                parameters=205_000,
-                **changes,
-            ),
-            CaptionFacts(
-                captions=198,
-                mean_tokens=10.5,
-                val_images=val_images,
-                advice="hide words with --caption-dropout 0.3",
-            ),
+            make_facts(classes, settings, epochs=events, **facts),
+            CaptionFacts(captions=198, mean_tokens=10.5, val_images=val_images, advice=advice),
             outcomes,
             class_outcomes,
         )
@@ -86,21 +66,15 @@ def test_hostile_captions_stay_text(write, assert_harmless, hostile_names, hosti
     captions = [*hostile_names, "a \u202egod\u202c and a \u2066cat", ""]
     paths = hostile_images[1:] + hostile_images[:1]
     outcomes = outcomes_of([(text, text[::-1] or "x") for text in captions], paths)
-    page = assert_harmless(
-        write(
-            outcomes,
-            unreadable={paths[-1]: "<i>damaged</i>\x1b"},
-            settings={"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"},
-        )
-    )
+    settings = {"data": "<u>pets</u>\x1b\u202e", "tokenizer": "<s>mine</s>\u202e"}
+    unreadable = {paths[-1]: "<i>damaged</i>\x1b"}
+    page = assert_harmless(write(outcomes, unreadable=unreadable, settings=settings))
     for text in ("\\u202egod", "two lines", "\\udce9", "(nothing)"):
         assert text in page.prose
     assert "1 image could not be read and took no part." in page.prose
-    images = page.find("img")
-    assert len(images) == 8 + 6 + 6
-    assert all(
-        base64.b64decode(found["src"].partition(",")[2])[:2] == b"\xff\xd8" for found in images
-    )
+    contents = [base64.b64decode(one["src"].partition(",")[2]) for one in page.find("img")]
+    assert len(contents) == 8 + 6 + 6
+    assert {content[:2] for content in contents} == {b"\xff\xd8"}
 
 
 def test_numbers_are_the_metrics(write, parse):
@@ -116,9 +90,6 @@ def test_numbers_are_the_metrics(write, parse):
         "\nwith other images\n1.5000",
         "\ndifferent captions\n75.0%",
         "with 198 captions of 10.5 tokens on average",
-        "99 images",
-        "205 k parameters",
-        "best of 3 epochs",
         "\ncaptions\n4\n3.50\n2\n3\n6\n10\n",  # number, mean, shortest, median, longest, words
         "\nreferences\n8\n3.50\n2\n2.5\n8\n18\n",
     ):
@@ -164,19 +135,14 @@ def test_the_most_frequent_captions_are_counted(write, parse):
 
 
 def test_the_best_and_the_worst_are_told_apart(write, tmp_path):
-    paths = []
-    for number in range(len(PAIRS)):
-        paths.append(str(tmp_path / f"{number}.png"))
-        Image.new("RGB", (8, 8)).save(paths[-1])
+    paths = [str(tmp_path / f"{number}.png") for number in range(len(PAIRS))]
+    for path in paths:
+        Image.new("RGB", (8, 8)).save(path)
     page = write(outcomes_of(PAIRS, paths))
-    walls = re.split(r"<h3>(Any|The best|The worst)</h3>", page)[1:]
-    names = {
-        title: re.findall(r"<bdi>(\d)\.png</bdi>", wall)
-        for title, wall in zip(walls[::2], walls[1::2], strict=True)
-    }
-    assert sorted(names["Any"]) == ["0", "1", "2", "3"]
-    assert names["The best"] == ["0", "2"]
-    assert names["The worst"] == ["3", "1"]
+    _, *walls = re.split(r"<h3>(?:Any|The best|The worst)</h3>", page)
+    names, best, worst = (re.findall(r"<bdi>(\d)\.png</bdi>", wall) for wall in walls)
+    assert sorted(names) == ["0", "1", "2", "3"]
+    assert (best, worst) == (["0", "2"], ["3", "1"])
     assert "ROUGE-L 1.00, score -1.50" in page
 
 
@@ -184,13 +150,10 @@ def test_few_or_one_image(write, parse):
     one = parse(write(outcomes_of(PAIRS[:1]), epochs=1)).prose
     assert "One image alone cannot tell" in one
     assert "No image can be read." in one
-    part = parse(write(outcomes_of(PAIRS), val_images=5000)).prose
+    part = parse(write(outcomes_of(PAIRS, ended=False), val_images=5000)).prose
     assert "4 (evenly spread) of the data's own validation images" in part
-
-
-def test_captions_without_an_end_are_told(write):
-    assert "took all tokens" not in write(outcomes_of(PAIRS))
-    assert "4 captions took all tokens" in write(outcomes_of(PAIRS, ended=False))
+    assert "4 captions took all tokens" in part
+    assert "took all tokens" not in one
 
 
 @pytest.mark.parametrize("epochs", [1, 40])

@@ -47,10 +47,8 @@ def test_any_number_of_epochs_is_drawn_inside_the_chart(epochs):
 
 def test_the_curve_to_compare_with_comes_first():
     chart = line_chart("Loss", [1, 2], {"training": [2, 1], "validation": [3, 2]}, best=2)
-    assert [(label, style) for label, style, _ in chart.curves] == [
-        ("training", "train"),
-        ("validation", "val"),
-    ]
+    styles = [(label, style) for label, style, _ in chart.curves]
+    assert styles == [("training", "train"), ("validation", "val")]
 
 
 def test_the_bars_of_a_reliability_chart_are_the_bins_and_their_shares():

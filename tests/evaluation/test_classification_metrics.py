@@ -8,6 +8,7 @@ import torch
 from scipy.stats import binomtest
 from sklearn import metrics
 
+from tests.evaluation.drawn import draw_scores
 from vit.evaluation.classification_metrics import (
     ClassChange,
     Outcomes,
@@ -25,17 +26,21 @@ from vit.evaluation.classification_metrics import (
 CLASSES = [f"class{index}" for index in range(8)]
 
 
-def draw(images: int, *, seed: int = 0, labels: range = range(8)) -> tuple[torch.Tensor, ...]:
-    """Probabilities that lean to the true label, and labels from `labels`."""
-    generator = torch.Generator().manual_seed(seed)
-    truth = torch.randint(labels.start, labels.stop, (images,), generator=generator)
-    logits = torch.randn(images, len(CLASSES), generator=generator, dtype=torch.float64)
-    logits[torch.arange(images), truth] += 1.0
-    return logits.softmax(dim=1), truth
+def draw(images: int, labels: range | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw_scores(images, len(CLASSES), present=labels)
 
 
 def scores_of(probabilities: torch.Tensor, labels: torch.Tensor, classes: list[str]) -> dict:
     return summarize(Outcomes.of(probabilities, labels), classes)
+
+
+def gaps_by_bins(scores: np.ndarray, truth: np.ndarray, edges: np.ndarray) -> float:
+    """Weighted mean of |share of truth - mean score| over bins with upper edges, in numpy."""
+    place, total = np.searchsorted(edges[1:-1], scores), 0.0
+    for number in set(place):
+        inside = place == number
+        total += inside.mean() * abs(truth[inside].mean() - scores[inside].mean())
+    return total
 
 
 @pytest.mark.parametrize(
@@ -44,8 +49,8 @@ def scores_of(probabilities: torch.Tensor, labels: torch.Tensor, classes: list[s
     ids=["random", "absent classes", "one image", "one class"],
 )
 @pytest.mark.parametrize("decimals", [15, 1, 0], ids=["distinct", "ties", "zeros and ones"])
-def test_degenerate_inputs_equal_scikit_learn(images, labels, decimals):
-    probabilities, truth = draw(images, labels=labels)
+def test_degenerate_inputs_equal_scikit_learn_and_formulas_in_numpy(images, labels, decimals):
+    probabilities, truth = draw(images, labels)
     probabilities = probabilities.mul(10**decimals).round().div(10**decimals)
     scores, table = scores_of(probabilities, truth, CLASSES), probabilities.numpy()
     answers = table.argmax(axis=1)  # numpy's is the first of equal ones
@@ -61,6 +66,8 @@ def test_degenerate_inputs_equal_scikit_learn(images, labels, decimals):
         "balanced_accuracy": metrics.recall_score(
             truth, answers, labels=truth.unique(), average="macro", zero_division=0
         ),
+        "brier": ((table - np.eye(8)[truth.numpy()]) ** 2).sum(1).mean(),
+        "ece": gaps_by_bins(table.max(1), answers == truth.numpy(), np.linspace(0, 1, 16)),
     }
     for name, value in expected.items():
         assert scores[name] == pytest.approx(value, abs=1e-12), name
@@ -115,21 +122,19 @@ def test_equal_probabilities_count_for_the_first_class_only():
     assert scores["top1"] == pytest.approx(1 / 3)
     assert scores["top5"] == pytest.approx(2 / 3)
     assert ranking(probabilities)[0].tolist() == list(range(8))
+    few = scores_of(torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2]), CLASSES[:3])
+    assert (few["top5"], few["top1"]) == (1.0, pytest.approx(2 / 3))
 
 
-def test_fewer_classes_than_five_make_top5_certain():
-    scores = scores_of(torch.eye(3)[[0, 1, 1]], torch.tensor([0, 1, 2]), CLASSES[:3])
-    assert scores["top5"] == 1.0
-    assert scores["top1"] == pytest.approx(2 / 3)
-
-
-def test_a_certain_and_wrong_answer_has_a_finite_loss():
+def test_a_certain_and_wrong_answer_has_a_finite_loss_and_nan_is_refused():
     scores = scores_of(torch.eye(2)[[0]], torch.tensor([1]), CLASSES[:2])
     assert math.isfinite(scores["loss"])
     assert scores["loss"] > 700
+    with pytest.raises(ValueError, match="finite"):
+        Outcomes.of(torch.full((1, 3), math.nan), torch.tensor([0]))
 
 
-def test_parts_add_up_to_the_whole():
+def test_parts_add_up_to_the_whole_in_plain_numbers():
     probabilities, truth = draw(100)
     parts = [
         Outcomes.of(probabilities[place : place + 33], truth[place : place + 33])
@@ -138,45 +143,8 @@ def test_parts_add_up_to_the_whole():
     whole = scores_of(probabilities, truth, CLASSES)
     assert summarize(Outcomes.cat(parts), CLASSES) == whole
     assert whole["count"] == 100
-
-
-def test_scores_are_plain_numbers():
-    probabilities, truth = draw(10)
-    scores = scores_of(probabilities, truth, CLASSES)
-    assert {type(value) for value in scores.values()} == {int, float, list}
-    assert not any(isinstance(value, np.generic) for value in scores["per_class"][0].values())
-
-
-def test_refuses_scores_that_are_no_numbers():
-    with pytest.raises(ValueError, match="finite"):
-        Outcomes.of(torch.full((1, 3), math.nan), torch.tensor([0]))
-
-
-def gaps_by_bins(scores: np.ndarray, truth: np.ndarray, edges: np.ndarray) -> float:
-    """Weighted mean of |share of truth - mean score| over bins with upper edges, in numpy."""
-    place, total = np.searchsorted(edges[1:-1], scores), 0.0
-    for number in set(place):
-        inside = place == number
-        total += inside.mean() * abs(truth[inside].mean() - scores[inside].mean())
-    return total
-
-
-@pytest.mark.parametrize(
-    ("images", "labels"),
-    [(400, range(8)), (150, range(2, 5)), (1, range(8)), (30, range(3, 4))],
-    ids=["random", "absent classes", "one image", "one class"],
-)
-@pytest.mark.parametrize("decimals", [15, 1], ids=["distinct", "ties"])
-def test_calibration_measures_equal_their_formulas_in_numpy(images, labels, decimals):
-    probabilities, truth = draw(images, labels=labels)
-    probabilities = probabilities.mul(10**decimals).round().div(10**decimals)
-    scores = scores_of(probabilities, truth, CLASSES)
-    table, own = probabilities.numpy(), np.eye(8)[truth.numpy()]
-    expected = ((table - own) ** 2).sum(1).mean()
-    assert scores["brier"] == pytest.approx(expected, abs=1e-12)
-    edges = np.linspace(0, 1, 16)
-    confidences, right = table.max(1), table.argmax(1) == truth.numpy()
-    assert scores["ece"] == pytest.approx(gaps_by_bins(confidences, right, edges), abs=1e-12)
+    assert {type(value) for value in whole.values()} == {int, float, list}
+    assert not any(isinstance(value, np.generic) for value in whole["per_class"][0].values())
 
 
 def test_the_reliability_diagram_has_each_image_once():

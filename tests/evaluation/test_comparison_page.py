@@ -30,17 +30,14 @@ def test_hostile_names_stay_text(assert_harmless, hostile_names, hostile_images,
 def test_images_that_divide_the_runs_come_first_and_equal_answers_share_a_line(
     parse, hostile_images
 ):
-    one = disagreement(
-        hostile_images[1], "cat", ("cat", 0.9), ("cat", 0.6), ("cat", 0.5), ("dog", 0.99)
-    )
-    two = disagreement(
-        hostile_images[2], "owl", ("cat", 0.3), ("owl", 0.6), ("owl", 0.7), ("cat", 0.4)
-    )
+    answers = [("cat", 0.9), ("cat", 0.6), ("cat", 0.5), ("dog", 0.99)]
+    one = disagreement(hostile_images[1], "cat", *answers)
+    answers = [("cat", 0.3), ("owl", 0.6), ("owl", 0.7), ("cat", 0.4)]
+    two = disagreement(hostile_images[2], "owl", *answers)
     assert two.lines() == [("B and C", "owl", 0.7), ("A and D", "cat", 0.4)]
     assert one.lines() == [("A, B and C", "cat", 0.9), ("D", "dog", 0.99)]
-    alike = Disagreement(  # answers of other classes with the same text
-        path="", label="a, b", answers=[("a, b", 0.9), ("a, b", 0.4)], right=[False, True]
-    )
+    answers = [("a, b", 0.9), ("a, b", 0.4)]  # of other classes with the same text
+    alike = Disagreement(path="", label="a, b", answers=answers, right=[False, True])
     assert alike.lines() == [("B", "a, b", 0.4), ("A", "a, b", 0.9)]
     right = torch.tensor([[True, False], [True, True], [True, True], [False, False]])
     page = parse(RunsComparison("abcd", compare_all_pairs(right), [one, two]).page())
@@ -50,11 +47,10 @@ def test_images_that_divide_the_runs_come_first_and_equal_answers_share_a_line(
 
 
 def test_the_surest_mistakes_come_first(parse, hostile_images):
+    shares = {"cat": 0.5, "dog": 0.51, "owl": 0.52}
     images = [
         disagreement(path, name, (name, 0.6), ("hat", share))
-        for path, name, share in zip(
-            hostile_images[1:4], ("cat", "dog", "owl"), (0.5, 0.51, 0.52), strict=True
-        )
+        for path, (name, share) in zip(hostile_images[1:], shares.items(), strict=False)
     ]
     right = torch.tensor([[True] * 3, [False] * 3])
     page = parse(RunsComparison(["old", "new"], compare_all_pairs(right), images).page())

@@ -54,12 +54,10 @@ def test_the_rule_is_that_of_the_paper():
 
 def rows_of(probabilities: torch.Tensor, labels: torch.Tensor, top: int) -> list[LabeledRow]:
     rows = []
-    for number, (row, label) in enumerate(
-        zip(probabilities.tolist(), labels.tolist(), strict=True)
-    ):
+    for row, label in zip(probabilities.tolist(), labels.tolist(), strict=True):
         best = sorted(range(5), key=lambda j: -row[j])[:top]
         pairs = tuple((f"class{j}", row[j]) for j in best)
-        rows.append(LabeledRow(f"{number}.png", f"class{label}", row[label], pairs))
+        rows.append(LabeledRow(f"{len(rows)}.png", f"class{label}", row[label], pairs))
     return rows
 
 
@@ -89,11 +87,9 @@ def test_rows_give_the_suspects_of_the_whole_table(digits):
 
 def test_a_class_without_a_labelled_image_is_not_the_likely_one():
     probabilities = torch.tensor([[0.4, 0.1, 0.5], [0.2, 0.7, 0.1]], dtype=torch.float64)
-    assert not find_disagreement(probabilities, torch.tensor([0, 1])).suspected.any()
-    assert find_disagreement(probabilities, torch.tensor([0, 2])).suspected.tolist() == [
-        True,
-        False,
-    ]
+    for labels, suspected in (([0, 1], [False, False]), ([0, 2], [True, False])):
+        found = find_disagreement(probabilities, torch.tensor(labels))
+        assert found.suspected.tolist() == suspected
     pairs = (("horse", 0.5), ("cat", 0.4))
     assert find_suspect_rows([LabeledRow("a.png", "cat", 0.4, pairs)]) == []
 
@@ -123,9 +119,8 @@ def test_predictions_near_the_largest_class_are_weak(right, weak):
 def test_rows_are_read_without_those_of_unreadable_images(tmp_path):
     lines = [ROW, {"image": "b.png", "label": "cat", "error": "no image"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert read_labeled_rows(tmp_path / "rows.jsonl") == [
-        LabeledRow("a.png", "cat", 0.25, (("dog", 0.75),))
-    ]
+    (row,) = read_labeled_rows(tmp_path / "rows.jsonl")
+    assert row == LabeledRow("a.png", "cat", 0.25, (("dog", 0.75),))
 
 
 @pytest.mark.parametrize(

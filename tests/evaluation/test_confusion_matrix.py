@@ -4,23 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 from sklearn.metrics import confusion_matrix
 
+from tests.evaluation.drawn import draw_outcomes
 from vit.evaluation import confusion_matrix as module
-from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.confusion_matrix import confusion_findings, similar_order
-
-
-def draw(classes: int, images: int, seed: int = 0) -> Outcomes:
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(classes, (images,), generator=generator)
-    logits = torch.randn(images, classes, generator=generator, dtype=torch.float64)
-    logits[torch.arange(images), labels] += 1.5
-    return Outcomes.of(logits.softmax(dim=1), labels)
 
 
 def neighbours(order, similarity) -> float:
@@ -28,7 +19,7 @@ def neighbours(order, similarity) -> float:
 
 
 def test_counts_are_those_of_scikit_learn_in_another_order():
-    outcomes = draw(12, 500)
+    outcomes = draw_outcomes(12, 500, lean=1.5)
     found = confusion_findings(outcomes, [f"c{number}" for number in range(12)])
     expected = confusion_matrix(outcomes.labels, outcomes.answers)
     assert sorted(found.order) == [*range(12)]
@@ -71,7 +62,7 @@ def test_classes_without_confusions_keep_their_order():
 
 
 def test_of_many_classes_the_most_confused_are_shown():
-    outcomes = draw(300, 2000)
+    outcomes = draw_outcomes(300, 2000, lean=1.5)
     found = confusion_findings(outcomes, [f"c{number}" for number in range(300)])
     assert 20 <= len(found.order) <= 40
     assert len(found.pairs) == 30
@@ -83,21 +74,17 @@ def test_of_many_classes_the_most_confused_are_shown():
 
 
 def test_every_cell_has_an_image_before_any_has_a_second(tmp_path, monkeypatch):
-    paths = []
-    for number in range(40):
-        paths.append(str(tmp_path / f"{number}.png"))
-        Image.new("RGB", (20, 20), (6 * number, 90, 40)).save(paths[-1])
+    paths = [str(tmp_path / f"{number}.png") for number in range(40)]
+    for path in paths[1:]:
+        Image.new("RGB", (20, 20), (200, 90, 40)).save(path)
     (tmp_path / "0.png").write_bytes(b"no image")
-    outcomes, classes = draw(4, 40), ["a", "b", "c", "d"]
-    found = confusion_findings(outcomes, classes, paths)
+    outcomes = draw_outcomes(4, 40, lean=1.5)
+    found = confusion_findings(outcomes, list("abcd"), paths)
     cells = [cell for row in found.matrix for cell in row.cells if cell]
+    pairs = [*zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True)]
     for cell, images in found.images.items():
-        mine = [
-            number
-            for number in range(40)
-            if (outcomes.labels[number], outcomes.answers[number]) == (cell.label, cell.answer)
-        ]
-        assert {one.name for one in images} <= {f"{number}.png" for number in mine}
+        own = {f"{n}.png" for n, pair in enumerate(pairs) if pair == (cell.label, cell.answer)}
+        assert {one.name for one in images} <= own
         scores = [one.confidence for one in images]
         assert scores == sorted(scores, reverse=cell.label != cell.answer)
         assert len(images) >= min(cell.count, 8) - 1
@@ -105,8 +92,8 @@ def test_every_cell_has_an_image_before_any_has_a_second(tmp_path, monkeypatch):
 
     wrong = sum(cell.label != cell.answer for cell in cells)
     monkeypatch.setattr(module, "MAX_IMAGES", wrong + 1)
-    fewer = confusion_findings(outcomes, classes, paths).images
+    fewer = confusion_findings(outcomes, list("abcd"), paths).images
     assert sum(map(len, fewer.values())) >= wrong
     assert all(cell.label != cell.answer for cell in fewer)
     monkeypatch.setattr(module, "MAX_BYTES", 1500)
-    assert sum(map(len, confusion_findings(outcomes, classes, paths).images.values())) <= 3
+    assert sum(map(len, confusion_findings(outcomes, list("abcd"), paths).images.values())) <= 3

@@ -49,10 +49,7 @@ def test_at_most_four_images_of_a_problem_and_24_problems_of_a_kind_are_shown(
 
 
 def test_a_remedy_is_not_cut_out_of_the_middle_of_a_description(make_report, parse):
-    detail = (
-        "class a has no images; add some, or remove the folder "
-        "(vit train --on-bad-image skip leaves it out)"
-    )
+    detail = f"class a has no images; {'add some, or ' * 8}remove the folder"
     assert detail in parse(check_page(make_report([Problem("empty_class", detail)]))).prose
 
 
@@ -64,26 +61,21 @@ def test_problems_of_one_image_each_share_a_wall(make_report, parse, hostile_ima
     page = parse(check_page(make_report(problems)))
     assert len(page.find("figure")) == 3
     assert all(f"probably b, {n}" in page.prose for n in range(3))
-    text = check_page(make_report(problems))
-    assert text.count('class="wall"') == 1
+    assert page.html.count('class="wall"') == 1
 
 
-def test_the_page_of_a_list_has_its_name(make_report, parse, tmp_path):
+def test_statistics_of_the_images(make_report, parse, tmp_path):
     report = make_report([])
-    assert report.listing.root.name in parse(check_page(report)).texts
-    (tmp_path / "birds.csv").write_text("image,label\n")
-    report.listing.spec = DatasetSpec(str(tmp_path / "birds.csv"))
-    assert "birds.csv" in parse(check_page(report)).texts
-
-
-def test_statistics_of_the_images(make_report, parse):
-    text = parse(check_page(make_report([]))).lines
+    text = parse(check_page(report)).lines
+    assert f"\n{report.listing.root.name}\n" in text
     assert "Nothing stands in the way of training." in text
     assert "\nwidth\n31 to 69, median 50\nheight\n20 to 20, median 20\n" in text
     assert "\nformats\nPNG 39\nmodes\nRGB 39\nexif rotated\n0.0%\n" in text
-    report = make_report([])
+    (tmp_path / "birds.csv").write_text("image,label\n")
+    report.listing.spec = DatasetSpec(str(tmp_path / "birds.csv"))
     report.stats.clear()
-    assert "None can be read." in parse(check_page(report)).texts
+    page = parse(check_page(report))
+    assert {"birds.csv", "None can be read."} <= {*page.texts}
 
 
 def test_many_classes_are_cut(make_report, parse):

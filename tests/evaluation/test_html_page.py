@@ -11,7 +11,6 @@ from PIL import Image
 
 from vit.evaluation.html_page import (
     TEMPLATES,
-    number,
     read_thumbnail,
     render_page,
     script_digest,
@@ -50,11 +49,6 @@ def test_the_digest_of_a_script_is_that_of_the_standard():
     assert script_digest("alert('Hello, world.');") == expected
 
 
-def test_numbers_have_commas_or_a_format():
-    assert number(12345) == "12,345"
-    assert number(0.125, ".2%") == "12.50%"
-
-
 def test_thumbnails_carry_pixels_and_nothing_else(tmp_path):
     path = tmp_path / "place.jpg"
     exif = Image.Exif()
@@ -66,11 +60,8 @@ def test_thumbnails_carry_pixels_and_nothing_else(tmp_path):
     assert prefix == "data:image/jpeg;base64"
     assert base64.b64decode(data)[:2] == b"\xff\xd8"
     assert b"SECRET" not in base64.b64decode(data)
-
-
-def test_what_is_no_image_has_no_thumbnail(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"no image")
-    assert read_thumbnail(str(tmp_path / "a.png")) is None
+    path.write_bytes(b"no image")
+    assert read_thumbnail(str(path)) is None
     assert read_thumbnail(str(tmp_path / "missing.png")) is None
 
 

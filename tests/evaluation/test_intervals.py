@@ -6,6 +6,7 @@ import torch
 from scipy import stats
 from scipy.stats import bootstrap as scipy_bootstrap
 
+from tests.evaluation.drawn import draw_scores
 from vit.evaluation.classification_metrics import Outcomes, class_intervals, summarize
 from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.intervals import (
@@ -87,17 +88,12 @@ def test_the_interval_of_a_share_holds_the_truth_of_other_groups():
 def test_draws_and_parts_have_whole_groups():
     groups = number_groups(["a", "b", "a", "c", "", "b", "a"])
     weights = torch.cat([*draw_weights(7, 50, groups=groups)])
-    assert torch.equal(weights[:, 0], weights[:, 2])
-    assert torch.equal(weights[:, 0], weights[:, 6])
-    assert torch.equal(weights[:, 1], weights[:, 5])
+    for group in range(4):
+        own = weights[:, groups == group]
+        assert (own == own[:, :1]).all()
     assert (weights[:, [0, 1, 3, 4]].sum(dim=1) == 4).all()
     left_out = torch.cat([*jackknife_weights(7, groups)])
-    assert [row.tolist() for row in left_out] == [
-        [0, 1, 0, 1, 1, 1, 0],
-        [1, 0, 1, 1, 1, 0, 1],
-        [1, 1, 1, 0, 1, 1, 1],
-        [1, 1, 1, 1, 0, 1, 1],
-    ]
+    assert torch.equal(left_out, (torch.arange(4)[:, None] != groups).to(left_out))
 
 
 def grouped_outcomes(groups: int, size: int, seed: int) -> tuple[Outcomes, torch.Tensor]:
@@ -127,12 +123,10 @@ def test_intervals_of_metrics_hold_the_truth_of_other_groups():
 
 def test_few_groups_have_no_interval_but_that_of_a_share():
     outcomes, groups = grouped_outcomes(19, 10, 0)
-    found = class_intervals(outcomes, groups)
-    assert {*found.values()} == {None}
-    narrow, wide = (
-        summarize(outcomes, CLASSES, which)["top1_interval"] for which in (None, groups)
-    )
-    assert wide[0] < narrow[0] < float((outcomes.ranks == 0).double().mean()) < narrow[1] < wide[1]
+    assert {*class_intervals(outcomes, groups).values()} == {None}
+    low, high = summarize(outcomes, CLASSES)["top1_interval"]
+    lower, higher = summarize(outcomes, CLASSES, groups)["top1_interval"]
+    assert lower < low < float((outcomes.ranks == 0).double().mean()) < high < higher
 
 
 def test_the_interval_of_map_is_wider_of_groups():
@@ -146,22 +140,21 @@ def test_the_interval_of_map_is_wider_of_groups():
     assert map_interval(scores, targets, groups % 10) is None
 
 
-NAMES = ("nll", "brier", "hamming", "micro_f1", "subset_accuracy")
 CLASSES = [f"class{index}" for index in range(4)]
+OF_CLASSES = {"balanced_accuracy", "macro_f1"}
 
 
 def draw(images, seed=0):
-    """Probabilities and labels."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(4, (images,), generator=generator)
-    logits = torch.randn(images, 4, generator=generator, dtype=torch.float64)
-    logits[torch.arange(images), labels] += 1.5
-    return (1.5 * logits).softmax(dim=1), labels
+    return draw_scores(images, 4, lean=1.5, sharpness=1.5, seed=seed)
 
 
 def measure(probabilities, labels):
     outcomes = Outcomes.of(probabilities, labels)
     return summarize(outcomes, CLASSES), class_intervals(outcomes)
+
+
+def missing(intervals):
+    return {name.removesuffix("_interval") for name, found in intervals.items() if found is None}
 
 
 def test_intervals_of_means_are_scipys():
@@ -207,36 +200,31 @@ def test_intervals_hold_the_true_value():
     assert min(held.values()) >= 34, held
 
 
-def test_few_mistakes_and_few_images_of_a_class_have_no_interval():
-    for probabilities, labels in (draw(1), (torch.eye(4), torch.arange(4))):
-        found = measure(probabilities, labels)[1]
-        assert len(found) == 4
-        assert {*found.values()} == {None}
-    found = measure(*draw(79))[1]
-    assert [name for name, limits in found.items() if limits is None] == [
-        "balanced_accuracy_interval",
-        "macro_f1_interval",
-    ]
-    assert None not in measure(*draw(80))[1].values()
+@pytest.mark.parametrize(
+    ("probabilities", "labels"), [draw(1), (torch.eye(4), torch.arange(4))], ids=["one", "right"]
+)
+def test_of_few_images_there_are_no_intervals(probabilities, labels):
+    assert missing(measure(probabilities, labels)[1]) == {"nll", "brier", *OF_CLASSES}
+
+
+def test_few_mistakes_and_few_images_of_a_class_have_no_interval_of_classes():
+    assert missing(measure(*draw(79))[1]) == OF_CLASSES
+    assert missing(measure(*draw(80))[1]) == set()
     probabilities, labels = draw(100)
     for rights in (0, 1, 4):  # of the answers
         wrong = (probabilities.argmax(dim=1) + (torch.arange(100) >= rights)) % 4
-        found = measure(probabilities, wrong)[1]
-        assert [name for name, limits in found.items() if limits is None] == [
-            "balanced_accuracy_interval",
-            "macro_f1_interval",
-        ]
+        assert missing(measure(probabilities, wrong)[1]) == OF_CLASSES
     constant = measure(torch.full((100, 4), 0.25), labels)[1]  # no draw differs
-    assert (constant["nll_interval"], constant["brier_interval"]) == (None, None)
-    nothing = multilabel_intervals(
-        torch.eye(2).repeat(20, 1), torch.ones(40, 2), torch.zeros(40, 2)
-    )
-    assert (nothing["micro_f1_interval"], nothing["hamming_interval"]) == (None, None)
+    assert {"nll", "brier"} <= missing(constant)
+
+
+def test_several_labels_that_never_vary_have_the_interval_of_a_share_alone():
     right = torch.eye(2).repeat(20, 1)
+    nothing = multilabel_intervals(right, torch.ones(40, 2), torch.zeros(40, 2))
+    assert {"micro_f1", "hamming"} <= missing(nothing)
     few = multilabel_intervals(right, right.long(), right)
-    assert few.pop("subset_accuracy_interval") == list(wilson_interval(40, 40))
-    assert len(few) == 4
-    assert {*few.values()} == {None}
+    assert few["subset_accuracy_interval"] == list(wilson_interval(40, 40))
+    assert missing(few) == {"nll", "brier", "hamming", "micro_f1"}
 
 
 def test_skewed_metrics_have_skewed_intervals():
@@ -268,7 +256,7 @@ def test_intervals_of_several_labels_surround_the_scores():
     scores = (0.6 * torch.rand(80, 4, generator=random) + 0.4 * targets).double()
     expected = summarize_multilabel(scores, targets, CLASSES, [0.5] * 4)
     found = multilabel_intervals(scores, targets, scores >= 0.5)
-    assert found.keys() == {f"{name}_interval" for name in NAMES}
+    assert len(found) == 5
     for name, (low, high) in found.items():
         value = expected[name.removesuffix("_interval")]
         assert low < value < high

@@ -1,15 +1,17 @@
 """Paired tests against scipy and scikit-learn, and their error rates by simulation."""
 
 from itertools import product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest, bootstrap, norm
-from scipy.stats import t as student
+from scipy.stats import bootstrap, t as student
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation import paired_comparison
+from vit.evaluation.intervals import jackknife_weights
 from vit.evaluation.multilabel_metrics import degrees_of_mean, map_interval
 from vit.evaluation.paired_comparison import (
     MapScores,
@@ -55,14 +57,6 @@ def test_the_p_value_is_scipys(a, b):
     assert counts(a, b).p_value == pytest.approx(expected, rel=1e-9)
 
 
-def test_counts_are_those_of_the_answers():
-    a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, True])
-    found = PairedComparison.of(a, b)
-    assert (found.count, found.only_a_right, found.only_b_right) == (4, 1, 2)
-    assert (found.difference, found.verdict()) == (0.25, UNDECIDED)
-    assert [side["top1"] for side in found.sides] == [0.5, 0.75]
-
-
 def test_the_interval_is_nearly_the_normal_one():
     found = counts(80, 130, count=2000)
     share, difference = 210 / 2000, 50 / 2000
@@ -77,9 +71,8 @@ def test_the_interval_is_nearly_the_normal_one():
     ("a", "b", "verdict"), [(10, 40, "better"), (40, 10, "worse"), (10, 12, UNDECIDED)]
 )
 def test_the_verdict_is_about_b(a, b, verdict):
-    found = counts(a, b)
-    assert found.verdict() == verdict
-    assert verdict in found.sentence()
+    assert counts(a, b).verdict() == verdict
+    assert verdict in counts(a, b).sentence()
 
 
 def test_as_many_images_as_needed_show_the_difference():
@@ -87,21 +80,18 @@ def test_as_many_images_as_needed_show_the_difference():
     needed = found.images_needed()
     assert f"about {needed:,} to show this difference" in found.sentence()
     assert 0.75 < share_of_verdicts(1000, needed, 0.02) < 0.85
-    assert counts(5, 5).images_needed() is None
-    assert "to show" not in counts(5, 5).sentence()
 
 
-def test_images_that_show_nothing_are_never_enough():
+@pytest.mark.parametrize(("a", "b", "both"), [(5, 5, 500), (0, 5, 0)])
+def test_images_that_show_nothing_are_never_enough(a, b, both):
     """Five right answers against none: p = 0.06, and 4 by the formula, which is for many images."""
-    few = torch.ones(5, dtype=torch.bool)
-    found = PairedComparison.of(~few, few)
+    found = counts(a, b, a + b + both, both)
     assert (found.verdict(), found.images_needed()) == (UNDECIDED, None)
     assert "to show" not in found.sentence()
 
 
-@pytest.mark.parametrize("images", [700, 2000])
-def test_equal_networks_are_called_different_in_five_of_a_hundred_cases(images):
-    assert 0.03 <= share_of_verdicts(4000, images, 0.0) <= 0.07
+def test_equal_networks_are_called_different_in_five_of_a_hundred_cases():
+    assert 0.03 <= share_of_verdicts(4000, 700, 0.0) <= 0.07
 
 
 def test_the_interval_is_nearly_that_of_scipys_bootstrap_of_the_images():
@@ -133,6 +123,7 @@ def test_groups_of_one_image_give_mcnemars_test():
     a, b = torch.arange(300) % 7 > 0, torch.arange(300) % 5 > 0
     alone, found = PairedComparison.of(a, b), PairedComparison.of(a, b, torch.arange(300))
     discordant = alone.only_a_right + alone.only_b_right
+    assert (alone.only_a_right, discordant) == (int((a & ~b).sum()), int((a != b).sum()))
     assert found.p_value == pytest.approx(binomtest(alone.only_a_right, discordant).pvalue)
     assert found.interval == pytest.approx(alone.interval, abs=2e-3)
     assert found.images_needed() == pytest.approx(alone.images_needed(), rel=0.02)
@@ -194,11 +185,9 @@ def test_too_few_groups_show_nothing_whatever_their_size(number):
 
 
 def test_as_many_groups_as_a_sentence_asks_for_can_show_a_difference():
-    a, b = torch.zeros(60, dtype=torch.bool), torch.ones(60, dtype=torch.bool)
-    assert PairedComparison.of(a, b, torch.arange(60) % 6).verdict() == "better"
-    six, seven = (
-        runs_comparison(torch.stack([a, b, b]), torch.arange(60) % number) for number in (6, 7)
-    )
+    a, b, places = torch.zeros(60) > 0, torch.ones(60) > 0, torch.arange(60)
+    assert PairedComparison.of(a, b, places % 6).verdict() == "better"
+    six, seven = (runs_comparison(torch.stack([a, b, b]), places % number) for number in (6, 7))
     assert six.sentence().endswith("give images of at least 7 groups")
     assert six.to_dict()["pairs"][0]["images_needed"] is None
     assert "B is better than A" in seven.sentence()
@@ -212,11 +201,17 @@ def scored(noise: float, seed: int, images: int = 60, classes: int = 4):
     return torch.from_numpy(targets), torch.from_numpy(1 / (1 + np.exp(-scores)))
 
 
-def by_map(a, b, targets, groups=None, right=None) -> PairedComparison:
+def worse_and_better(noise: float = 0.6, images: int = 60):
+    """Targets, and the scores of a network and of one with less noise."""
+    targets, a = scored(1.5, 0, images)
+    return targets, a, scored(noise, 1, images)[1]
+
+
+def by_map(a, b, targets, groups=None) -> PairedComparison:
     """The comparison of two networks by their probabilities, (images, classes) both."""
     neither = torch.zeros(len(targets), dtype=torch.bool)
     maps = MapScores.of(a, targets, groups), MapScores.of(b, targets, groups)
-    return PairedComparison.of_maps(maps, targets, right or (neither, neither), groups)
+    return PairedComparison.of_maps(maps, targets, (neither, neither), groups)
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 9.0])
@@ -226,8 +221,7 @@ def test_the_p_value_is_that_of_scipys_student_distribution(t, degrees):
 
 
 def test_difference_and_error_are_those_of_scikit_learn():
-    targets, a = scored(1.5, 0)
-    _, b = scored(0.6, 1)
+    targets, a, b = worse_and_better()
     found = by_map(a, b, targets)
 
     def difference(kept):
@@ -250,22 +244,19 @@ def test_difference_and_error_are_those_of_scikit_learn():
 
 
 def test_a_better_network_is_called_better_and_the_sentence_has_its_map():
-    targets, a = scored(1.5, 0)
-    _, b = scored(0.3, 1)
+    targets, a, b = worse_and_better(0.3)
     found, reverse = by_map(a, b, targets), by_map(b, a, targets)
     assert (found.verdict(), reverse.verdict()) == ("better", "worse")
     maps = [side["map"] for side in found.sides]
     assert f"{maps[1]:.2%} against {maps[0]:.2%} mAP" in found.sentence()
     assert 0 < found.images_needed() < 60
-    right = torch.stack([NEITHER] * 3)
-    runs = runs_comparison(right, scores=[a, b, a], targets=targets)
+    runs = runs_comparison(torch.stack([NEITHER] * 3), scores=[a, b, a], targets=targets)
     assert runs.sentence().startswith("On 60 images, B is better than A and C")
     assert [row["map"] for row in runs.to_dict()["runs"]] == [*maps, maps[0]]
 
 
 def test_nothing_is_known_where_one_part_has_all_images_or_none_changes_the_difference():
-    targets, a = scored(1.5, 0)
-    _, b = scored(0.6, 1)
+    targets, a, b = worse_and_better()
     single = torch.zeros_like(targets)
     single[7, 1] = 1
     for found in (
@@ -280,8 +271,7 @@ def test_nothing_is_known_where_one_part_has_all_images_or_none_changes_the_diff
 
 
 def test_the_error_of_large_tables_is_that_of_fewer_parts(monkeypatch):
-    targets, a = scored(1.5, 0, images=400)
-    _, b = scored(0.6, 1, images=400)
+    targets, a, b = worse_and_better(images=400)
     whole = by_map(a, b, targets)
     assert MapScores.of(a, targets).left_out.shape == (4, 200)
     monkeypatch.setattr(paired_comparison, "MAX_WORK", 50 * a.numel())
@@ -315,24 +305,14 @@ def test_equally_good_networks_are_called_different_in_about_five_of_a_hundred_c
 
 
 def test_intervals_and_parts_of_map_are_computed_once_for_each_run(monkeypatch):
-    calls: list[str] = []
-
-    def count(name):
-        original = getattr(paired_comparison, name)
-
-        def counting(*arguments, **settings):
-            calls.append(name)
-            return original(*arguments, **settings)
-
-        monkeypatch.setattr(paired_comparison, name, counting)
-
-    count("map_interval")
-    count("jackknife_weights")
-    targets, first = scored(1.0, 0)
-    scores = [first, *(scored(1.0, seed)[1] for seed in (1, 2, 3))]
+    interval, weights = Mock(wraps=map_interval), Mock(wraps=jackknife_weights)
+    monkeypatch.setattr(paired_comparison, "map_interval", interval)
+    monkeypatch.setattr(paired_comparison, "jackknife_weights", weights)
+    targets = scored(1.0, 0)[0]
+    scores = [scored(1.0, seed)[1] for seed in range(4)]
     pairs = compare_all_pairs(torch.stack([NEITHER] * 4), scores=scores, targets=targets)
     assert len(pairs) == 6
-    assert sorted(calls) == ["jackknife_weights"] * 4 + ["map_interval"] * 4
+    assert (interval.call_count, weights.call_count) == (4, 4)
     expected = [map_interval(scores[place], targets) for place in (1, 3)]
     assert [side["map_interval"] for side in pairs[1, 3].sides] == expected
     assert None not in expected
@@ -349,9 +329,7 @@ def several(draws: int, images: int, skills: list[float]) -> torch.Tensor:
 def test_all_pairs_have_the_tests_of_every_two():
     (right,) = several(1, 300, [1.0, 1.2, 1.4, 1.0])
     found = runs_comparison(right)
-    assert [side["top1"] for side in found.sides] == [
-        hits / 300 for hits in right.sum(dim=1).tolist()
-    ]
+    assert [300 * side["top1"] for side in found.sides] == pytest.approx(right.sum(dim=1).tolist())
     assert list(found.pairs) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
     alone = PairedComparison.of(right[1], right[3])
     assert found.pairs[1, 3] == alone
@@ -370,8 +348,7 @@ def test_two_classifiers_need_no_adjustment():
     (right,) = several(1, 200, [0.5, 1.0])
     found = runs_comparison(right)
     pair = found.pairs[0, 1]
-    assert found.adjusted[0, 1] == pair.p_value
-    assert found.verdicts[0, 1] == pair.verdict()
+    assert (found.adjusted[0, 1], found.verdicts[0, 1]) == (pair.p_value, pair.verdict())
     assert found.to_dict()["images_needed"] == pair.images_needed()
     assert found.sentence() == pair.sentence()
 

@@ -14,14 +14,9 @@ def write(tmp_path, make_facts, make_epochs):
 
     def write(settings=None, folder="a run", event=None, **changes):
         (tmp_path / folder).mkdir()
+        shown = {"folder": tmp_path / folder, "epochs": make_epochs(2, **(event or {})), **changes}
         write_classification_report(
-            make_facts(
-                ("a", "b"),
-                settings,
-                folder=tmp_path / folder,
-                epochs=make_epochs(2, **(event or {})),
-                **changes,
-            ),
+            make_facts(("a", "b"), settings, **shown),
             Outcomes.of(torch.eye(2), torch.arange(2)),
             ["/nowhere/a.png", "/nowhere/b.png"],
         )
@@ -30,17 +25,14 @@ def write(tmp_path, make_facts, make_epochs):
     return write
 
 
-def test_settings_that_differ_are_listed_and_no_others(write, parse):
+def test_settings_that_differ_are_listed_and_no_others(write, parse, make_facts):
     text = parse(write({"lr": 0.25, "ema": 0.9, "depth": 12})).lines
     assert "\nlr\n0.25\n0.001\nPeak learning rate" in text
     assert "\nema\n0.9\n0.0\n" in text
     assert "\ndepth\n" not in text
     assert "\nnum_classes\n" not in text
-
-
-def test_default_settings_are_not_listed(write, parse, make_facts):
     assert changed_settings(make_facts(("a", "b")).config) == []
-    text = parse(write()).prose
+    text = parse(write(folder="defaults")).prose
     assert "All settings are the defaults of vit_tiny_patch16_224." in text
 
 
@@ -53,9 +45,12 @@ def test_commands_are_quoted_for_a_shell(write, parse, tmp_path):
     assert f"\nimport vit; vit.Predictor({folder!r})(['image.jpg'])" in code
 
 
-def test_notes_about_the_data_are_in_the_report(write, parse):
+def test_notes_about_the_data_and_a_soup_are_in_the_report(write, parse):
     note = "2 images in training and in validation (leak): a<b>.png = c.png"
-    assert note in parse(write(notes=(note,))).prose
+    page = parse(write(notes=(note,), soup=(1, 2)))
+    assert note in page.prose
+    assert "\nsoup of epochs\n1, 2\n" in page.lines
+    assert "a soup, the average of epochs 1, 2," in page.prose
     assert "Notes about the data" not in parse(write(folder="none")).prose
 
 
@@ -81,25 +76,9 @@ def test_an_epoch_without_a_step_has_no_speed(tmp_path):
     assert training_cost(tmp_path, [probe])["images_per_second"] == 0.0
 
 
-def test_a_soup_is_named(write, parse):
-    page = parse(write(soup=(1, 2)))
-    assert "\nsoup of epochs\n1, 2\n" in page.lines
-    assert "a soup, the average of epochs 1, 2," in page.prose
-
-
-def test_the_origin_of_a_run_is_shown(write, parse):
-    session = {
-        "began": "2026-01-31T12:00:00+00:00",
-        "command": "vit train '<b>pets' --lr 1e-3",
-        "directory": "/home/<i>user",
-        "versions": {"vit": "0.1", "torch": "2.9"},
-        "processor": "A processor",
-        "cores": 8,
-        "gpus": ["A GPU"],
-        "system": "Linux",
-        "git": {"vit": {"commit": "c0ffee", "changed": True}},
-    }
-    text = parse(write(environment=[session, {**session, "command": "vit train --resume"}])).prose
+def test_the_origin_of_a_run_is_shown(write, parse, make_session):
+    commands = "vit train '<b>pets' --lr 1e-3", "vit train --resume"
+    text = parse(write(environment=[make_session(command) for command in commands])).prose
     for expected in (
         "vit train '<b>pets' --lr 1e-3",
         "resumed:vit train --resume",
@@ -111,7 +90,7 @@ def test_the_origin_of_a_run_is_shown(write, parse):
     assert "How it was made" not in parse(write(folder="of an older version")).prose
 
 
-def test_costs_are_those_of_the_training(write, parse, tmp_path):
+def test_costs_are_those_of_the_training(write, parse):
     text = parse(write(event={"data_wait": 0.25}, flops=2_500_000_000)).lines
     for tile in (
         "parameters\n21.7 M",

@@ -10,9 +10,10 @@ from contextlib import suppress
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from PIL import Image
 
+from tests.exported.graphs import MATRIX, METADATA, NAMES, graph_of, written
 from vit.commands.main import main
 from vit.config.inference_config import InferenceConfig
 from vit.data.image_io import read_image
@@ -26,48 +27,6 @@ from vit.exported.onnx_metadata import read_metadata
 from vit.exported.onnx_session import OnnxSession
 from vit.generation.generation_config import Search
 from vit.inference.predictor import Predictor
-
-NAMES = ("apple", "pear", "plum", "=SUM(1)")
-MATRIX = np.random.default_rng(0).normal(size=(3, len(NAMES))).astype(np.float32) / 40
-METADATA = {
-    "graph": "classifier",
-    "classes": json.dumps(NAMES),
-    "preprocessing": json.dumps(Preprocessing(image_size=(16, 16)).to_dict()),
-    "vit_version": "0",
-    "source_run": "runs/fruit",
-    "precision": "fp32",
-    "opset": "18",
-    "calibration": "null",
-}
-
-
-def graph_of(kind=TensorProto.UINT8, image=("batch", "height", "width", 3), count=4):
-    """The contract with the smallest network: the mean colour, a matrix, softmax."""
-    nodes = [
-        helper.make_node("Cast", ["images"], ["floats"], to=TensorProto.FLOAT),
-        helper.make_node("ReduceMean", ["floats", "sides"], ["embedding"], keepdims=0),
-        helper.make_node("MatMul", ["embedding", "matrix"], ["logits"]),
-        helper.make_node("Softmax", ["logits"], ["probabilities"], axis=1),
-    ]
-    outputs = [("probabilities", ["batch", count]), ("embedding", ["batch", 3])]
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("images", kind, image)],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in outputs],
-        [
-            numpy_helper.from_array(np.array([1, 2]), "sides"),
-            numpy_helper.from_array(np.resize(MATRIX, (3, count)), "matrix"),
-        ],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-
-
-def written(path, metadata=None, model=None):
-    model = model or graph_of()
-    helper.set_model_props(model, METADATA if metadata is None else metadata)
-    onnx.save(model, path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +51,13 @@ def input_images(tmp_path_factory):
     return paths
 
 
+def mean_colours(paths):
+    return np.stack([np.asarray(read_image(path), dtype=np.float64).mean((0, 1)) for path in paths])
+
+
 def expected(paths):
     """Probabilities computed in numpy."""
-    means = [np.asarray(read_image(path), dtype=np.float64).mean((0, 1)) for path in paths]
-    powers = np.exp(np.stack(means) @ MATRIX.astype(np.float64))
+    powers = np.exp(mean_colours(paths) @ MATRIX.astype(np.float64))
     return powers / powers.sum(axis=1, keepdims=True)
 
 
@@ -149,15 +111,11 @@ def test_predictions_equal_a_numpy_reference_in_input_order(file, input_images, 
 
 def test_images_in_memory_have_the_predictions_of_their_files(file, input_images):
     classifier = Predictor(file)
+    expected = [one.predictions for one in classifier(input_images[:6])]
     images = [Image.open(path) for path in input_images[:6]]
     arrays = [np.asarray(read_image(path)) for path in input_images[:6]]
-    expected = [one.predictions for one in classifier(input_images[:6])]
-    assert [one.predictions for one in classifier(images)] == expected
-    found = classifier(arrays)
-    assert [one.predictions for one in found] == expected
-    assert [one.image for one in found] == [f"images[{n}]" for n in range(6)]
-    with pytest.raises(ConfigError, match=r"images\[0\] is an array of float64"):
-        classifier([arrays[0] * 2.0])
+    for given in (images, arrays):
+        assert [one.predictions for one in classifier(given)] == expected
 
 
 def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
@@ -179,19 +137,6 @@ def test_images_of_equal_size_share_a_batch(input_images, monkeypatch):
     assert max(shape[0] for shape in graph.shapes) == 2
 
 
-def test_a_list_continued_at_a_block_gives_the_same_batches_and_results(input_images, monkeypatch):
-    """Also where the pixel limit shortens windows."""
-    monkeypatch.setattr(image_prefetch, "WINDOW_PIXELS", 900)
-    graph = Recorder()
-    classifier = over(graph, batch_size=1)
-    classifier.engine.block_size = 6
-    whole = classifier(input_images)
-    shapes = graph.shapes.copy()
-    graph.shapes.clear()
-    assert whole[12:] == classifier(input_images[12:])
-    assert graph.shapes == shapes[-len(graph.shapes) :]
-
-
 def test_only_a_window_is_read_ahead(input_images, monkeypatch):
     """Each window has at most a number of images, and of pixels besides those of its last image."""
     sizes = [np.prod(read_image(path).size) for path in input_images]
@@ -211,13 +156,11 @@ def test_only_a_window_is_read_ahead(input_images, monkeypatch):
 
 def test_unreadable_images_give_error_predictions_in_input_order(file, input_images, bad_images):
     mixed = [*bad_images[:4], input_images[0], *bad_images[4:], *input_images[1:3]]
-    predictions = Predictor(file, batch_size=2)(mixed, top_k=1)
-    assert [answer.image for answer in predictions] == mixed
-    assert [answer.error is None for answer in predictions] == [
-        path in input_images for path in mixed
-    ]
-    for path, answer in zip(mixed, predictions, strict=True):
-        if path in bad_images:
+    for path, answer in zip(mixed, Predictor(file, batch_size=2)(mixed, top_k=1), strict=True):
+        assert answer.image == path
+        if path in input_images:
+            assert answer.error is None
+        else:
             with pytest.raises(BadImage) as raised:
                 read_image(path)
             assert (answer.error, answer.predictions) == (raised.value.reason, ())
@@ -241,13 +184,15 @@ def test_a_failed_batch_is_an_error_of_its_images_only(input_images):
         wrong(input_images)
 
 
-def test_an_exported_classifier_runs_without_importing_torch(file, input_images):
+@pytest.mark.parametrize(("engine", "other"), [("onnx", "openvino"), ("openvino", "onnxruntime")])
+def test_an_exported_classifier_runs_without_importing_torch(file, input_images, engine, other):
     code = (
         "import sys; from vit import Predictor;"
-        "print(Predictor(sys.argv[1])([sys.argv[2]])[0].predictions[0][0]);"
-        "sys.exit(bool({'torch', 'onnx', 'transformers', 'tokenizers', 'tqdm'} & set(sys.modules)))"
+        "print(Predictor(sys.argv[1], engine=sys.argv[3])([sys.argv[2]])[0].predictions[0][0]);"
+        "heavy = {'torch', 'onnx', 'transformers', 'tokenizers', 'tqdm', sys.argv[4]};"
+        "sys.exit(bool(heavy & set(sys.modules)))"
     )
-    words = [sys.executable, "-W", "error", "-c", code, str(file), input_images[0]]
+    words = [sys.executable, "-W", "error", "-c", code, str(file), input_images[0], engine, other]
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
@@ -279,48 +224,34 @@ def test_damaged_metadata_are_refused_by_name(tmp_path, change, message):
     assert str(raised.value).startswith(f"{tmp_path / 'a.onnx'}")
 
 
-def test_unexpected_outputs_missing_and_damaged_files_are_refused(tmp_path, file):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is missing, or not a file"),
+        (b"", r"no usable ONNX file \(it is empty\)"),
+        (b"no graph", "no usable ONNX file"),
+    ],
+    ids=str,
+)
+def test_missing_and_damaged_files_are_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "a.onnx").write_bytes(content)
+    with pytest.raises(WeightsError, match=message):
+        Predictor(tmp_path / "a.onnx")
+
+
+def test_unexpected_outputs_are_refused(tmp_path):
     model = graph_of()
     model.graph.output[0].name = model.graph.node[-1].output[0] = "scores"
     with pytest.raises(WeightsError, match=r"computes \['images'\] -> \['scores', 'embedding'\]"):
         Predictor(written(tmp_path / "a.onnx", model=model))
-    with pytest.raises(WeightsError, match="is missing, or not a file"):
-        Predictor(tmp_path / "none.onnx")
-    (tmp_path / "text.onnx").write_text("no graph")
-    with pytest.raises(WeightsError, match="no usable ONNX file"):
-        Predictor(tmp_path / "text.onnx")
-    (tmp_path / "empty.onnx").write_bytes(b"")
-    with pytest.raises(WeightsError, match=r"no usable ONNX file \(it is empty\)"):
-        Predictor(tmp_path / "empty.onnx")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"workers": 0}, "workers=0"),
-        ({"threads": 0}, "threads=0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(file, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Predictor(file, **settings)
-
-
-def test_invalid_arguments_raise_before_iteration(file):
-    classifier = Predictor(file)
-    with pytest.raises(ConfigError, match="top_k=0"):
-        classifier.stream([], top_k=0)
-    with pytest.raises(ConfigError, match="one path; give a list"):
-        classifier.stream("a.png")
-    assert classifier([]) == []
 
 
 def test_embeddings_in_the_graph_are_returned(file, input_images):
     (outputs,) = Predictor(file).batches([*input_images, "none.png"])
     assert outputs.pop().embedding is None
-    means = [np.asarray(read_image(path), dtype=np.float64).mean((0, 1)) for path in input_images]
-    np.testing.assert_allclose(np.stack([one.embedding for one in outputs]), means, atol=1e-3)
+    found = np.stack([one.embedding for one in outputs])
+    np.testing.assert_allclose(found, mean_colours(input_images), atol=1e-3)
 
 
 def test_the_number_of_threads_reaches_onnxruntime(file):
@@ -330,47 +261,44 @@ def test_the_number_of_threads_reaches_onnxruntime(file):
         OnnxSession(file)({"images": images.astype(np.float32)})
 
 
-class TestExternalData:
-    """Weights are read from NAME.onnx.data only."""
+def stored_outside(path, location, place="graph"):
+    """A file whose matrix lies in another one; the tensor is in the graph, a node or a function."""
+    model = graph_of()
+    (matrix,) = (x for x in model.graph.initializer if x.name == "matrix")
+    onnx.external_data_helper.set_external_data(matrix, location, length=len(matrix.raw_data))
+    (path.parent / "weights").write_bytes(matrix.raw_data)
+    matrix.ClearField("raw_data")
+    tensor = TensorProto()
+    tensor.CopyFrom(matrix)
+    constant = helper.make_node("Constant", [], ["matrix"], value=tensor)
+    if place != "graph":
+        model.graph.initializer.remove(matrix)
+    if place == "node":
+        model.graph.node.insert(0, constant)
+    elif place == "function":
+        opset = [helper.make_opsetid("", 18)]
+        model.functions.append(helper.make_function("own", "F", [], ["matrix"], [constant], opset))
+    elif place == "branch":
+        branch = helper.make_graph([constant], "b", [], [])
+        model.graph.node.append(helper.make_node("If", ["x"], ["y"], then_branch=branch))
+    return written(path, model=model)
 
-    def save(self, path, location, place="graph"):
-        model = graph_of()
-        (matrix,) = (x for x in model.graph.initializer if x.name == "matrix")
-        onnx.external_data_helper.set_external_data(matrix, location, length=len(matrix.raw_data))
-        (path.parent / "weights").write_bytes(matrix.raw_data)
-        matrix.ClearField("raw_data")
-        if place != "graph":
-            tensor = TensorProto()
-            tensor.CopyFrom(matrix)
-            model.graph.initializer.remove(matrix)
-            constant = helper.make_node("Constant", [], ["matrix"], value=tensor)
-            if place == "function":
-                model.functions.append(
-                    helper.make_function(
-                        "own", "F", [], ["matrix"], [constant], [helper.make_opsetid("", 18)]
-                    )
-                )
-            elif place == "branch":
-                branch = helper.make_graph([constant], "b", [], [])
-                model.graph.node.append(helper.make_node("If", ["x"], ["y"], then_branch=branch))
-            else:
-                model.graph.node.insert(0, constant)
-        return written(path, model=model)
 
-    def test_external_data_beside_the_file_is_read(self, tmp_path, input_images):
-        path = self.save(tmp_path / "fruit.onnx", "fruit.onnx.data")
-        with pytest.raises(WeightsError, match=r"fruit.onnx.data is missing, where the weights of"):
-            Predictor(path)
-        (tmp_path / "weights").rename(tmp_path / "fruit.onnx.data")
-        rows = rows_of(Predictor(path), input_images)
-        np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
+def test_weights_beside_the_file_are_read(tmp_path, input_images):
+    path = stored_outside(tmp_path / "fruit.onnx", "fruit.onnx.data")
+    with pytest.raises(WeightsError, match=r"fruit.onnx.data is missing, where the weights of"):
+        Predictor(path)
+    (tmp_path / "weights").rename(tmp_path / "fruit.onnx.data")
+    rows = rows_of(Predictor(path), input_images)
+    np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
 
-    @pytest.mark.parametrize("place", ["graph", "node", "branch", "function"])
-    @pytest.mark.parametrize("name", ["weights", "../weights", "/etc/passwd", "./a.onnx.data"])
-    def test_other_locations_are_refused_wherever_the_tensor_is(self, tmp_path, name, place):
-        path = self.save(tmp_path / "a.onnx", name, place)
-        with pytest.raises(WeightsError, match=f"has weights in {name}, and only a.onnx.data"):
-            Predictor(path)
+
+@pytest.mark.parametrize("place", ["graph", "node", "branch", "function"])
+@pytest.mark.parametrize("name", ["weights", "../weights", "/etc/passwd", "./a.onnx.data"])
+def test_weights_elsewhere_are_refused_wherever_the_tensor_is(tmp_path, name, place):
+    path = stored_outside(tmp_path / "a.onnx", name, place)
+    with pytest.raises(WeightsError, match=f"has weights in {name}, and only a.onnx.data"):
+        Predictor(path)
 
 
 def test_metadata_equal_those_that_onnx_reads(tmp_path):
@@ -389,70 +317,57 @@ def test_damaged_bytes_raise_only_weights_errors(tmp_path, file):
             assert isinstance(read_metadata(tmp_path / "a.onnx"), dict)
 
 
-class TestLoadExported:
-    """Loading X.onnx and X.xml for `vit predict`."""
-
-    def test_the_class_follows_from_the_metadata(self, file, tmp_path):
-        like = Predictor(file, batch_size=3, workers=1, threads=1, device=None, precision="auto")
-        assert (like.batch_size, like.workers) == (3, 1)
-        Predictor(file, precision="fp32", keep_aspect=False)
-        with pytest.raises(WeightsError, match="was not written by vit export"):
-            Predictor(written(tmp_path / "a.onnx", {}))
-        with pytest.raises(WeightsError, match="is the decoder of a captioner; give its encoder"):
-            Predictor(written(tmp_path / "a.onnx", {"graph": "decoder"}))
-
-    @pytest.mark.parametrize(
-        ("settings", "message"),
-        [
-            ({"device": "cuda"}, "device='cuda': exported networks run on the CPU"),
-            ({"merge_tokens": 1}, "merge_tokens=1: not supported by an exported network"),
-            ({"embeddings": True}, "^embeddings: not supported by an exported network"),
-            ({"precision": "bf16"}, "precision='bf16': the exported network computes in fp32"),
-            ({"search": Search(beams=2)}, "beams=2: this network writes no captions"),
-            ({"engine": "abacus"}, "engine='abacus': choose one of torch, onnx, openvino"),
-            ({"engine": "torch"}, "engine=torch: .* is an exported network"),
-        ],
-        ids=str,
-    )
-    def test_unsupported_settings_are_refused(self, file, settings, message):
-        with pytest.raises(ConfigError, match=message):
-            Predictor(file, **settings)
-
-    def test_openvino_is_selected_by_engine(self, file, input_images, monkeypatch):
-        opened = []
-
-        def session(path, **settings):
-            opened.append((path, settings))
-            return Recorder()
-
-        module = types.ModuleType("vit.exported.openvino_session")
-        module.OpenVINOSession = session
-        monkeypatch.setitem(sys.modules, "vit.exported.openvino_session", module)
-        rows = rows_of(Predictor("a.xml", engine="openvino"), input_images)
-        np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
-        Predictor(file, engine="openvino", threads=2)
-        assert opened == [("a.xml", {"threads": None}), (str(file), {"threads": 2})]
+def test_settings_with_a_meaning_are_accepted(file):
+    like = Predictor(file, batch_size=3, workers=1, threads=1, device=None, precision="auto")
+    assert (like.batch_size, like.workers) == (3, 1)
+    Predictor(file, precision="fp32", keep_aspect=False)
 
 
-@pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
-def test_vit_predict_accepts_an_exported_file(file, input_images, bad_images, style, capfd):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threads": 0}, "threads=0"),
+        ({"device": "cuda"}, "device='cuda': exported networks run on the CPU"),
+        ({"merge_tokens": 1}, "merge_tokens=1: not supported by an exported network"),
+        ({"embeddings": True}, "^embeddings: not supported by an exported network"),
+        ({"precision": "bf16"}, "precision='bf16': the exported network computes in fp32"),
+        ({"search": Search(beams=2)}, "beams=2: this network writes no captions"),
+        ({"engine": "abacus"}, "engine='abacus': choose one of torch, onnx, openvino"),
+        ({"engine": "torch"}, "engine=torch: .* is an exported network"),
+    ],
+    ids=str,
+)
+def test_unsupported_settings_are_refused(file, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Predictor(file, **settings)
+
+
+def test_openvino_is_selected_by_engine(file, input_images, monkeypatch):
+    opened = []
+
+    def session(path, **settings):
+        opened.append((path, settings))
+        return Recorder()
+
+    module = types.ModuleType("vit.exported.openvino_session")
+    module.OpenVINOSession = session
+    monkeypatch.setitem(sys.modules, "vit.exported.openvino_session", module)
+    rows = rows_of(Predictor("a.xml", engine="openvino"), input_images)
+    np.testing.assert_allclose(np.stack(rows), expected(input_images), atol=1e-6)
+    Predictor(file, engine="openvino", threads=2)
+    assert opened == [("a.xml", {"threads": None}), (str(file), {"threads": 2})]
+
+
+def test_vit_predict_accepts_an_exported_file(file, input_images, bad_images, capfd):
     mixed = [input_images[0], bad_images[0], input_images[1]]
-    assert main(["predict", str(file), *mixed, "--format", style, "-k", "2"]) == 1
+    assert main(["predict", str(file), *mixed, "--format", "jsonl", "-k", "2"]) == 1
     out, err = capfd.readouterr()
-    rows = out.splitlines()[style != "jsonl" :]
-    assert len(rows) == 3
     assert "1 of 3 images failed" in err
-    predictions = Predictor(file)(mixed, top_k=2)
-    for row, answer in zip(rows, predictions, strict=True):
-        if answer.error is not None:
-            assert answer.error in row
-        elif style == "jsonl":
-            scored = [{"label": label, "score": score} for label, score in answer.predictions]
-            assert json.loads(row) == {"image": answer.image, "predictions": scored}
-        else:
-            assert answer.predictions[0][0] in row
-    assert main(["predict", str(file), *mixed, "--merge-tokens", "1"]) == 2
-    assert "merge_tokens=1: not supported by an exported network" in capfd.readouterr().err
+    for row, answer in zip(out.splitlines(), Predictor(file)(mixed, top_k=2), strict=True):
+        told = json.loads(row)
+        pairs = [(one["label"], one["score"]) for one in told.get("predictions", ())]
+        assert (told["image"], told.get("error")) == (answer.image, answer.error)
+        assert tuple(pairs) == answer.predictions
 
 
 def test_windows_after_a_block_do_not_depend_on_earlier_images(tmp_path, monkeypatch):

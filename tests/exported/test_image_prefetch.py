@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import functional as tv
 
 from vit.config import ModelConfig
-from vit.data.preprocessing import Preprocessing, to_tensor
+from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
 from vit.exported.image_prefetch import ImageReader, PixelBudget, chunks, prefetch
 from vit.inference.torch_engine import default_batch_size, default_num_threads, make_thread_pool
@@ -74,9 +73,12 @@ def test_the_smaller_the_images_the_larger_the_batches(side, patch, batch):
 
 
 @pytest.fixture
-def pil_image() -> Image.Image:
+def pil_image(tmp_path) -> Image.Image:
+    """Noise, also in the file a.png."""
     pixels = np.random.default_rng(0).integers(0, 256, (53, 90, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    image = Image.fromarray(pixels)
+    image.save(tmp_path / "a.png")
+    return image
 
 
 def test_the_pixel_budget_admits_what_fits_in_order_and_always_one_image():
@@ -105,45 +107,25 @@ def test_the_pixel_budget_admits_what_fits_in_order_and_always_one_image():
     assert (entered, budget.held) == ([60, 70, 40], 40)
 
 
-@pytest.mark.parametrize("settings", [{}, {"crop_share": 1.0}, {"resize": "squash"}])
-def test_the_crop_is_that_of_torchvision(pil_image, settings):
-    prepare = Preprocessing(image_size=(32, 32), **settings)
-    size = prepare.resized_size(*pil_image.size)
-    resized = pil_image.resize(size, Image.Resampling.BICUBIC)
-    assert torch.equal(prepare(pil_image), to_tensor(tv.center_crop(resized, [32, 32])))
-
-
-def test_the_crop_of_an_extremely_long_image_takes_little_memory():
-    crop = Preprocessing(image_size=(512, 512))(Image.new("RGB", (1, 400), "red"))
-    assert crop.shape == (3, 512, 512)
-    assert (crop == torch.tensor([255, 0, 0])[:, None, None]).all()
-
-
 def reader():
     read = ImageReader(Preprocessing(image_size=(16, 16)))
     read.budget = PixelBudget()
     return read
 
 
-def test_all_pixels_are_returned_to_the_budget(pil_image, bad_images, tmp_path):
-    pil_image.save(tmp_path / "a.png")
-    read = reader()
+@pytest.mark.usefixtures("pil_image")
+def test_the_budget_holds_an_image_until_it_is_resized_and_nothing_afterwards(bad_images, tmp_path):
+    read, held = reader(), []
+    prepare = read.prepare
+    read.prepare = lambda image: (held.append(read.budget.held), prepare(image))[1]
     assert read(str(tmp_path / "a.png")).shape == (3, 16, 16)
+    assert held == [53 * 90]
     assert all(isinstance(read(path), BadImage) for path in bad_images)
     assert read.budget.held == 0
 
 
-def test_an_image_counts_against_the_budget_until_it_is_resized(pil_image, tmp_path):
-    pil_image.save(tmp_path / "a.png")
-    read, held = reader(), []
-    prepare = read.prepare
-    read.prepare = lambda image: (held.append(read.budget.held), prepare(image))[1]
-    read(str(tmp_path / "a.png"))
-    assert held == [53 * 90]
-
-
-def test_an_image_that_stays_whole_counts_as_long_as_it_exists(pil_image, tmp_path):
-    pil_image.save(tmp_path / "a.png")
+@pytest.mark.usefixtures("pil_image")
+def test_an_image_that_stays_whole_counts_as_long_as_it_exists(tmp_path):
     read = reader()
     read.prepare, read.holds = np.asarray, True
     image = read(str(tmp_path / "a.png"))

@@ -65,18 +65,28 @@ def test_recording_attention_changes_no_output(settings):
     assert not images.requires_grad
 
 
-def test_maps_equal_those_that_timm_extracts():
-    theirs = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4,
-        num_classes=3,
-    ).eval()  # fmt: skip
-    model = network(image_size=32)
+def timm_pair(mean: bool = False, registers: int = 0) -> tuple[nn.Module, VisionTransformer]:
+    """A network of timm without fused attention, and ours with its weights."""
+    pool = {"global_pool": "avg" if mean else "token", "fc_norm": mean}
+    small = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    tokens = {"reg_tokens": registers, "no_embed_class": bool(registers)}
+    theirs = timm.create_model("vit_tiny_patch16_224", num_classes=3, **small, **pool, **tokens)
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for block in theirs.blocks:
+        block.attn.fused_attn = False
+    pooling = "mean" if mean else "class_token"
+    model = network(image_size=32, pooling=pooling, registers=registers)
     state = theirs.state_dict()
     state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
     model.load_state_dict(state)
-    images = input_images(height=32, width=32)
-    for block in theirs.blocks:
-        block.attn.fused_attn = False
+    return theirs.eval().double(), model.double()
+
+
+def test_maps_equal_those_that_timm_extracts():
+    theirs, model = timm_pair()
+    images = input_images(height=32, width=32).double()
     extracted = AttentionExtract(theirs, method="hook")(images)
     assert len(extracted) == 2
     torch.testing.assert_close(record_attention(model, images).maps, list(extracted.values()))
@@ -86,7 +96,6 @@ def by_hooks(model: nn.Module, image: Tensor, wanted: int, *, prefix: int, mean:
     """Chefer et al.'s rule for one image and a network of timm, by hooks and loops, in float64."""
     maps: list[Tensor] = []
     for block in model.blocks:
-        block.attn.fused_attn = False
         block.attn.attn_drop.register_forward_hook(lambda _m, inputs, _out: maps.append(inputs[0]))
     logit = model(image[None])[0, wanted]
     gradients = torch.autograd.grad(logit, maps)
@@ -108,19 +117,7 @@ def by_hooks(model: nn.Module, image: Tensor, wanted: int, *, prefix: int, mean:
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("registers", [0, 2])
 def test_relevance_equals_hooks_in_timm_s_network(mean, registers):
-    theirs = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4,
-        num_classes=3, global_pool="avg" if mean else "token", fc_norm=mean, reg_tokens=registers,
-        no_embed_class=bool(registers),
-    ).eval().double()  # fmt: skip
-    torch.manual_seed(0)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    pooling = "mean" if mean else "class_token"
-    model = network(image_size=32, pooling=pooling, registers=registers).double()
-    state = theirs.state_dict()
-    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
-    model.load_state_dict(state)
+    theirs, model = timm_pair(mean, registers)
     images = input_images(2, height=32, width=32).double()
     found = relevance(model, images, [2, 0])
     for image, wanted, ours in zip(images, (2, 0), found, strict=True):
@@ -201,9 +198,20 @@ def test_relevance_finds_the_one_patch_that_decides():
         assert ((model(damaged).argmax(1) == 1).float().mean() > 0.9) == lost
 
 
+@pytest.fixture
+def run(captioner_with_registers):
+    """A captioner that a test may change."""
+    return load_run(captioner_with_registers)
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return load_run(save_captioner(tmp_path_factory.mktemp("run"), registers=2))
+def captioner_with_registers(tmp_path_factory):
+    return save_captioner(tmp_path_factory.mktemp("run"), registers=2)
+
+
+def words_of(run, memory: Tensor, said: str = "a red cat"):
+    ids = run.tokenizer.encode([said])[0]
+    return attribute_words(run.model.decoder, run.tokenizer, memory, ids, grid=(2, 3))
 
 
 @torch.no_grad()
@@ -235,13 +243,11 @@ def look_at_feature(decoder) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(("row", "col"), [(0, 0), (0, 2), (1, 0), (1, 2)])
-def test_a_decoder_that_attends_to_one_patch_has_a_map_of_that_patch(row, col, tmp_path):
-    run = load_run(save_captioner(tmp_path, registers=2))
+def test_a_decoder_that_attends_to_one_patch_has_a_map_of_that_patch(run, row, col):
     look_at_feature(run.model.decoder)
     memory = torch.zeros(3 + 6, 32)
     memory[3 + row * 3 + col, 0] = 1.0
-    ids = run.tokenizer.encode(["a red cat"])[0]
-    words = attribute_words(run.model.decoder, run.tokenizer, memory, ids, grid=(2, 3))
+    words = words_of(run, memory)
     assert [word.text for word in words] == ["a", "red", "cat"]
     for word in words:
         expected = torch.zeros(2, 3)
@@ -250,35 +256,26 @@ def test_a_decoder_that_attends_to_one_patch_has_a_map_of_that_patch(row, col, t
 
 
 @torch.no_grad()
-def test_attention_to_class_token_and_registers_is_left_out(tmp_path):
-    run = load_run(save_captioner(tmp_path, registers=2))
+def test_attention_to_class_token_and_registers_is_left_out(run):
     for block in run.model.decoder.blocks:
         block.cross_attn.q.weight.zero_()
         block.cross_attn.q.bias.zero_()
-    ids = run.tokenizer.encode(["a red cat"])[0]
-    words = attribute_words(run.model.decoder, run.tokenizer, torch.randn(9, 32), ids, grid=(2, 3))
-    for word in words:
+    for word in words_of(run, torch.randn(9, 32)):
         torch.testing.assert_close(word.weights, torch.full((2, 3), 1 / 9))
 
 
 @torch.no_grad()
 def test_the_map_of_a_word_is_the_mean_over_its_tokens(run):
-    tokenizer, memory = run.tokenizer, torch.randn(9, 32)
-    ids = tokenizer.encode(["blue ẞ x"])[0]
-    pieces = [len(tokenizer.encode([word])[0]) for word in ("blue", "ẞ", "x")]
+    tokenizer, memory, said = run.tokenizer, torch.randn(9, 32), ("blue", "ẞ", "x")
+    pieces = [len(tokenizer.encode([word])[0]) for word in said]
     assert pieces[1] > 2  # of bytes, most of them no sign by themselves
-    words = attribute_words(run.model.decoder, tokenizer, memory, ids, grid=(2, 3))
-    assert [word.text for word in words] == ["blue", "ẞ", "x"]
+    words = words_of(run, memory, " ".join(said))
+    ids = tokenizer.encode([" ".join(said)])[0]
     tokens = token_attention(run.model.decoder, memory, [tokenizer.begin, *ids[:-1]], grid=(2, 3))
-    expected = [part.mean(dim=0) for part in tokens.split(pieces)]
-    for word, weights in zip(words, expected, strict=True):
-        torch.testing.assert_close(word.weights, weights)
-
-
-def test_an_empty_caption_has_no_maps(run):
-    assert (
-        attribute_words(run.model.decoder, run.tokenizer, torch.randn(9, 32), [], grid=(2, 3)) == []
-    )
+    for word, part, text in zip(words, tokens.split(pieces), said, strict=True):
+        assert word.text == text
+        torch.testing.assert_close(word.weights, part.mean(dim=0))
+    assert words_of(run, memory, "") == []
 
 
 @pytest.mark.parametrize(
@@ -307,15 +304,22 @@ def test_tokens_are_merged_to_words(beginnings, words):
 class Weighted(nn.Module):
     """Two classes; the first has what light is in patches, times a weight of each."""
 
-    def __init__(self, weights) -> None:
+    def __init__(self, weights=None) -> None:
         super().__init__()
-        self.weights, self.seen = weights, 0
+        self.weights, self.seen = torch.linspace(-1, 1, 16) if weights is None else weights, 0
 
     def forward(self, images):
         self.seen += len(images)
         light = images.mean(1).unflatten(1, (4, 4)).unflatten(3, (4, 4)).mean((2, 4)).flatten(1)
         logits = (light * self.weights).sum(1)
         return torch.stack([logits, torch.zeros_like(logits)], dim=1)
+
+
+def deletions_of(model, maps, *, seed=0, batch_size=8, classes=None):
+    """The metric of maps of a white image."""
+    wanted = classes or [0] * len(maps)
+    image = torch.ones(3, 16, 16)
+    return deletions(model, image, maps, wanted, batch_size=batch_size, seed=seed)
 
 
 def by_loop(model, image, order, side, wanted):
@@ -334,16 +338,14 @@ def by_loop(model, image, order, side, wanted):
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_curves_equal_those_of_an_explicit_loop(settings):
-    model = network(**settings)
-    image = input_images(1, height=32, width=40)[0]
-    maps = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0))
-    for one, weights, wanted in zip(
-        deletions(model, image, maps, [2, 0], batch_size=7, seed=0), maps, [2, 0], strict=True
-    ):
+    model, image = network(**settings), input_images(1, height=32, width=40)[0]
+    maps, wanted = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0)), [2, 0]
+    found = deletions(model, image, maps, wanted, batch_size=7, seed=0)
+    for one, weights, index in zip(found, maps, wanted, strict=True):
         order = weights.flatten().argsort(descending=True).tolist()
-        expected = by_loop(model, image, order, 8, wanted)
+        expected = by_loop(model, image, order, 8, index)
         assert one.curve.probabilities == pytest.approx(expected, abs=1e-5)
-        backwards = by_loop(model, image, order[::-1], 8, wanted)
+        backwards = by_loop(model, image, order[::-1], 8, index)
         assert one.reverse.probabilities == pytest.approx(backwards, abs=1e-5)
         assert one.curve.deleted == tuple(step / 10 for step in range(11))
         assert one.curve.score == pytest.approx(auc(one.curve.deleted, expected), abs=1e-5)
@@ -352,45 +354,30 @@ def test_curves_equal_those_of_an_explicit_loop(settings):
 
 def test_a_faithful_map_beats_chance_and_a_reversed_one_does_not():
     weights = torch.rand(16, generator=torch.Generator().manual_seed(1)) - 0.3
-    model, image = Weighted(weights), torch.ones(3, 16, 16)
-    true = weights.view(4, 4)
-    found = deletions(model, image, torch.stack([true, -true]), [0, 0], batch_size=8, seed=0)
+    model, true = Weighted(weights), weights.view(4, 4)
+    found = deletions_of(model, torch.stack([true, -true]))
     assert [one.better for one in found] == [True, False]
     assert found[0].curve.score < found[0].chance < found[0].reverse.score
     assert found[1].curve.probabilities == found[0].reverse.probabilities
     assert found[0].random == found[1].random
-    (other,) = deletions(model, image, -true[None], [1], batch_size=8, seed=0)
+    (other,) = deletions_of(model, -true[None], classes=[1])
     assert other.better  # what speaks against one class speaks for the other
 
 
 def test_a_random_map_beats_chance_once_in_ten_times():
-    model = Weighted(torch.linspace(-1, 1, 16))
-    better = sum(
-        deletions(model, torch.ones(3, 16, 16), torch.zeros(1, 4, 4), [0], batch_size=128, seed=n)[
-            0
-        ].better
-        for n in range(300)
-    )
+    empty = torch.zeros(1, 4, 4)
+    found = [deletions_of(Weighted(), empty, batch_size=128, seed=seed)[0] for seed in range(300)]
+    better = sum(one.better for one in found)
     assert 15 <= better <= 45  # 1 in 10: 30, with a standard deviation of 5
+    assert deletions_of(Weighted(), empty, seed=3) == deletions_of(Weighted(), empty, seed=3)
+    assert found[3] != found[4]
 
 
 @pytest.mark.parametrize(("patches", "maps"), [(1, 1), (4, 2), (16, 1), (16, 2)])
 def test_the_number_of_forward_passes_is_as_stated(patches, maps):
-    model = Weighted(torch.ones(16))
-    side = int(patches**0.5)
-    weights = torch.rand(maps, side, side)
-    deletions(model, torch.ones(3, 16, 16), weights, [0] * maps, batch_size=5, seed=0)
+    model, side = Weighted(torch.ones(16)), int(patches**0.5)
+    deletions_of(model, torch.rand(maps, side, side), batch_size=5)
     assert model.seen == 2 + (len(steps(patches)) - 2) * (RANDOM_ORDERS + 2 * maps)
-
-
-def test_the_same_seed_gives_the_same_numbers():
-    model, image = Weighted(torch.linspace(-1, 1, 16)), torch.ones(3, 16, 16)
-
-    def found(seed):
-        return deletions(model, image, torch.zeros(1, 4, 4), [0], batch_size=8, seed=seed)
-
-    assert found(3) == found(3)
-    assert found(3) != found(4)
 
 
 def test_deletion_steps_go_from_none_to_all():

@@ -17,6 +17,7 @@ from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.data import contact_sheet
 from vit.data.contact_sheet import break_lines, draw_centred, escape_missing
+from vit.data.image_io import read_image
 from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
@@ -45,8 +46,21 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def input_images(tiny_data):
-    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))][:5]
+def explain(tmp_path):
+    """Draw explanations into a folder; its records as well as the predictions are returned."""
+
+    def explain(predictor, images, name="x", **settings):
+        folder = tmp_path / name
+        found = [*draw_explanations(predictor, images, folder, **settings)]
+        paths = sorted(folder.glob("*.json"))
+        return found, [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    return explain
+
+
+@pytest.fixture
+def input_images(input_images):
+    return input_images[:5]
 
 
 def heat(drawn: Image.Image) -> np.ndarray:
@@ -100,69 +114,64 @@ def test_attention_to_the_bright_patch_is_plotted_there(run, tmp_path, keep_aspe
     loaded = load_run(run)
     craft(loaded)
     pil_image = Image.new("RGB", (480, 120), "black")
-    light = (420, 60) if keep_aspect else (265, 35)  # the latter in the square that is kept
-    ImageDraw.Draw(pil_image).rectangle(
-        (*(x - 26 for x in light), *(x + 26 for x in light)), "white"
-    )
-    path = str(tmp_path / "light.png")
-    pil_image.save(path)
+    x, y = (420, 60) if keep_aspect else (265, 35)  # the latter in the square that is kept
+    ImageDraw.Draw(pil_image).rectangle((x - 26, y - 26, x + 26, y + 26), "white")
+    pil_image.save(tmp_path / "light.png")
     predictor = Predictor(loaded, precision="fp32", keep_aspect=keep_aspect)
-    (answer,) = next(predictor.batches([path]))
+    (answer,) = next(predictor.batches([str(tmp_path / "light.png")]))
     assert answer.captions[0].text.startswith("cat cat")
-    seen = answer.pixels.float().mean(0)
-    brightest = divmod(int(seen.argmax()), seen.shape[1])
-    for word in attribute_caption(predictor, answer):
+    seen, words = answer.pixels.float().mean(0), attribute_caption(predictor, answer)
+    row, col = divmod(int(seen.argmax()), seen.shape[1])
+    for word in words:
         place = divmod(int(word.weights.argmax()), word.weights.shape[1])
-        assert place == (brightest[0] // 8, brightest[1] // 8)
+        assert place == (row // 8, col // 8)
         assert word.weights.max() > 0.9
-    drawn = plot_words(answer.pixels, attribute_caption(predictor, answer)[:1])
+    drawn = plot_words(answer.pixels, words[:1])
     # the tile of the word beside that of the image: orange where that is white
     left = np.asarray(drawn.convert("L"))[8:, 8:]
-    height = round(TILE * seen.shape[0] / max(seen.shape))
-    width = round(TILE * seen.shape[1] / max(seen.shape))
+    height, width = (round(TILE * side / max(seen.shape)) for side in seen.shape)
     white = np.argwhere(left[:height, :width] > 200).mean(axis=0)
     orange = heat(drawn)[8 : 8 + height, 16 + width : 16 + 2 * width]
     hottest = np.argwhere(orange > 0.8 * orange.max()).mean(axis=0)
-    cell = np.array([height * 8 / seen.shape[0], width * 8 / seen.shape[1]])
+    cell = np.array([height, width]) * 8 / np.array(seen.shape)
     assert (abs(white - hottest) < cell).all()
 
 
-def test_every_image_has_a_plot_and_a_json_file(run, input_images, bad_images, tmp_path):
-    folder = tmp_path / "drawn"
+def test_every_image_has_a_plot_and_a_json_file(run, input_images, bad_images, tmp_path, explain):
     images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(run, precision="fp32", batch_size=4)
-    found = [*draw_explanations(predictor, images, folder)]
+    found, records = explain(predictor, images)
     assert found == predictor(images)
     stems = [plot_name(place + 1, path) for place, path in enumerate(images) if place != 2]
     names = [f"{stem}.{kind}" for stem in stems for kind in ("json", "png")]
-    assert sorted(os.listdir(folder)) == sorted([*names, OUTPUT_MARKER])
-    for stem, told in zip(stems, [p for p in found if p.error is None], strict=True):
-        record = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    assert sorted(os.listdir(tmp_path / "x")) == sorted([*names, OUTPUT_MARKER])
+    told = [row for row in found if row.error is None]
+    for stem, record, row in zip(stems, records, told, strict=True):
         assert record.keys() == {"image", "caption", "words"}
-        assert (record["image"], record["caption"]) == (told.image, told.caption)
+        assert (record["image"], record["caption"]) == (row.image, row.caption)
         joined = "".join(word["text"] for word in record["words"])
-        assert joined == "".join(told.caption.split())
-        for word in record["words"]:
-            weights = np.array(word["weights"])
-            assert weights.shape == (2, 2)
-            assert weights.min() >= 0
-            assert weights.sum() < 1
-        with Image.open(folder / f"{stem}.png") as drawn:
+        assert joined == "".join(row.caption.split())
+        weights = np.array([word["weights"] for word in record["words"]])
+        assert weights.shape[1:] == (2, 2)
+        assert weights.min() >= 0
+        assert weights.sum((1, 2)).max() < 1
+        with Image.open(tmp_path / "x" / f"{stem}.png") as drawn:
             assert drawn.width > 2 * TILE
 
 
-def test_plot_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path):
+def test_plot_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_path, explain):
     images = []
-    for number, name in enumerate(
-        ("a/..png", "b/cat.png", "c/cat.png", "c/cat.jpg", "d/%00 é.png")
+    for image, name in zip(
+        input_images,
+        ("a/..png", "b/cat.png", "c/cat.png", "c/cat.jpg", "d/%00 é.png"),
+        strict=True,
     ):
         path = tmp_path / "from" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(input_images[number % len(input_images)], path)
-        images.append(str(path))
-    folder = tmp_path / "to"
-    assert all(found.error is None for found in draw_explanations(Predictor(run), images, folder))
-    assert len(os.listdir(folder)) == 11
+        images.append(shutil.copy(image, path))
+    found, _ = explain(Predictor(run), images, "to")
+    assert all(one.error is None for one in found)
+    assert len(os.listdir(tmp_path / "to")) == 11
     assert {path.name for path in tmp_path.iterdir()} == {"from", "to"}
     for name in ("../../x.png", "/etc/passwd", "..", "", "\udcff\n.png", "猫" * 300 + ".png"):
         stem = plot_name(12345, name)
@@ -211,52 +220,53 @@ def test_lines_of_text_are_centred():
     assert abs((ink.min() + ink.max()) / 2 - 100) < 3
 
 
-def test_settings_that_cannot_be_explained_are_refused(run, tiny_run, input_images, tmp_path):
-    for kind in (run, tiny_run):
-        with pytest.raises(ConfigError, match="merge_tokens=0"):
-            next(draw_explanations(Predictor(kind, merge_tokens=1), input_images, tmp_path / "x"))
-    with pytest.raises(ConfigError, match="keep_aspect=True: classes are explained in the square"):
-        next(draw_explanations(Predictor(tiny_run, keep_aspect=True), input_images, tmp_path / "x"))
-    with pytest.raises(ConfigError, match="tta=flip: one view of an image is explained"):
-        next(draw_explanations(Predictor(tiny_run, tta="flip"), input_images, tmp_path / "x"))
-    with pytest.raises(ConfigError, match="no_deletion: maps of words are never tested"):
-        next(draw_explanations(Predictor(run), input_images, tmp_path / "x", deletion=False))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="could not be written"):
-        next(draw_explanations(Predictor(run), input_images, tmp_path / "file"))
+@pytest.mark.parametrize(
+    ("model", "settings", "drawing", "told"),
+    [
+        ("run", {"merge_tokens": 1}, {}, "merge_tokens=0"),
+        ("tiny_run", {"merge_tokens": 1}, {}, "merge_tokens=0"),
+        ("tiny_run", {"keep_aspect": True}, {}, "classes are explained in the square"),
+        ("tiny_run", {"tta": "flip"}, {}, "tta=flip: one view of an image is explained"),
+        ("run", {}, {"deletion": False}, "no_deletion: maps of words are never tested"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(request, model, settings, drawing, told, tmp_path):
+    predictor = Predictor(request.getfixturevalue(model), **settings)
+    with pytest.raises(ConfigError, match=told):
+        next(draw_explanations(predictor, ["a.png"], tmp_path / "x", **drawing))
     assert not (tmp_path / "x").exists()
 
 
-def test_the_plotted_caption_is_the_best_one(run, input_images, tmp_path):
+def test_a_file_is_no_folder_for_plots(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="could not be written"):
+        next(draw_explanations(Predictor(run), ["a.png"], tmp_path / "file"))
+
+
+def test_the_plotted_caption_is_the_best_one(run, input_images, explain):
     predictor = Predictor(run, precision="fp32", search=Search(beams=3, n_best=2, max_tokens=3))
-    (found,) = draw_explanations(predictor, input_images[:1], tmp_path / "x")
-    (record,) = (tmp_path / "x").glob("*.json")
-    assert json.loads(record.read_text(encoding="utf-8"))["caption"] == found.caption
-
-
-def read(folder) -> list[dict]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    (found,), (record,) = explain(predictor, input_images[:1])
+    assert record["caption"] == found.caption
 
 
 def test_classes_are_plotted_with_their_deletion_metric(
-    tiny_run, input_images, bad_images, tmp_path
+    tiny_run, input_images, bad_images, explain
 ):
     images = [*input_images[:2], bad_images[0], *input_images[2:]]
     predictor = Predictor(tiny_run, precision="fp32", batch_size=4)
     said = []
-    found = [*draw_explanations(predictor, images, tmp_path / "x", top_k=2, notify=said.append)]
+    found, records = explain(predictor, images, top_k=2, notify=said.append)
     assert found == predictor(images, top_k=2)
-    records = read(tmp_path / "x")
     told = [row for row in found if row.error is None]
     assert [record["image"] for record in records] == [row.image for row in told]
     model, better = predictor.model, 0
+    with torch.no_grad():
+        empty = model(torch.zeros(1, 3, 16, 16))[0].double().softmax(0)
     for record, row in zip(records, told, strict=True):
-        with Image.open(record["image"]) as image:
-            pixels = predictor.preprocessing(image.convert("RGB"))
+        pixels = predictor.preprocessing(read_image(record["image"]))
         network_input = predictor.preprocessing.normalise(pixels[None])
         with torch.no_grad():
             whole = model(network_input)[0].double().softmax(0)
-            empty = model(torch.zeros(1, 3, 16, 16))[0].double().softmax(0)
         labels = [one["label"] for one in record["classes"]]
         assert labels == [label for label, _ in row.predictions]
         better += record["classes"][0]["deletion"]["better_than_chance"]
@@ -278,34 +288,35 @@ def test_classes_are_plotted_with_their_deletion_metric(
     assert f"beat all 9 random orders for {better} of {len(told)} images" in said[0]
 
 
-def test_maps_alone_are_the_same_and_take_two_passes(tiny_run, input_images, tmp_path, capsys):
+def test_maps_alone_are_the_same_and_take_two_passes(
+    tiny_run, input_images, tmp_path, capsys, explain
+):
     loaded, images_passed = load_run(tiny_run), []
     loaded.model.register_forward_hook(lambda _net, _inputs, out: images_passed.append(len(out)))
     predictor = Predictor(loaded, precision="fp32")
-    counts = []
-    for folder, deletion in (("whole", True), ("alone", False)):
-        [*draw_explanations(predictor, input_images, tmp_path / folder, deletion=deletion)]
-        counts.append(sum(images_passed))
-        images_passed.clear()
+    _, whole = explain(predictor, input_images, "whole")
+    count = sum(images_passed)
+    images_passed.clear()
+    _, alone = explain(predictor, input_images, "alone", deletion=False)
     steps = 2 + 3 * (9 + 2 * 2)  # of four patches
     saved = len(input_images) * (steps - 1)  # the one is that of the probabilities
-    assert counts[0] - counts[1] == saved
-    records, whole = read(tmp_path / "alone"), read(tmp_path / "whole")
-    for record, tested in zip(records, whole, strict=True):
+    assert count - sum(images_passed) == saved
+    for record, tested in zip(alone, whole, strict=True):
         assert record["image"] == tested["image"]
         for one, other in zip(record["classes"], tested["classes"], strict=True):
             assert other.pop("deletion")
             assert one == other | {"probability": pytest.approx(other["probability"], rel=1e-3)}
     words = ["predict", str(tiny_run), *input_images, "--precision", "fp32", "--no-deletion"]
     assert main([*words, "--explain", str(tmp_path / "command")]) == 0
-    assert read(tmp_path / "command") == records
+    written = sorted((tmp_path / "command").glob("*.json"))
+    assert [json.loads(path.read_text(encoding="utf-8")) for path in written] == alone
     assert "random orders" not in capsys.readouterr().err
     with Image.open(next((tmp_path / "alone").glob("*.png"))) as drawn:
         assert drawn.width == 3 * TILE + 32
 
 
 @pytest.mark.parametrize("resize", ["crop", "squash"])
-def test_the_plot_shows_the_preprocessed_image(tiny_run, tmp_path, resize):
+def test_the_plot_shows_the_preprocessed_image(tiny_run, tmp_path, resize, explain):
     """An image that is red outside of the square that the network sees."""
     loaded = load_run(tiny_run)
     preparing = dataclasses.replace(loaded.preprocessing, resize=resize, crop_share=1.0)
@@ -313,8 +324,7 @@ def test_the_plot_shows_the_preprocessed_image(tiny_run, tmp_path, resize):
     image = Image.new("RGB", (60, 20), "red")
     image.paste("blue", (20, 0, 40, 20))
     image.save(tmp_path / "wide.png")
-    [*draw_explanations(Predictor(loaded), [tmp_path / "wide.png"], tmp_path / "x")]
-    (record,) = read(tmp_path / "x")
+    _, (record,) = explain(Predictor(loaded), [tmp_path / "wide.png"])
     assert record["seen"] == {"size": [16, 16], "resize": resize, "crop_share": 1.0}
     with Image.open(next((tmp_path / "x").glob("*.png"))) as drawn:
         plain = np.asarray(drawn.convert("RGB"))[8 : 8 + TILE, 8 : 8 + TILE].astype(int)
@@ -323,39 +333,32 @@ def test_the_plot_shows_the_preprocessed_image(tiny_run, tmp_path, resize):
     assert red < 0.02 if resize == "crop" else 0.6 < red < 0.7
 
 
-def test_maps_are_computed_in_float32_and_independent_of_the_batch(
-    tiny_run, input_images, tmp_path
-):
+def test_maps_are_computed_in_float32_and_independent_of_the_batch(tiny_run, input_images, explain):
     """The digits depend neither on the precision of the predictions nor on neighbours."""
-    for name, settings, images in (
-        ("a", {"precision": "fp32", "batch_size": 4}, input_images),
-        ("b", {"precision": "bf16", "batch_size": 4}, input_images),
-        ("c", {"precision": "fp32", "batch_size": 4}, input_images[::-1]),
-    ):
-        [*draw_explanations(Predictor(tiny_run, **settings), images, tmp_path / name)]
-    by_name = {record["image"]: record for record in read(tmp_path / "a")}
-    same = 0
-    for name in "bc":
-        for record in read(tmp_path / name):
-            mine, other = by_name[record["image"]]["classes"], record["classes"]
-            if [one["label"] for one in mine] == [one["label"] for one in other]:
-                same += 1
-                assert mine == other
-    assert same >= 2 * len(input_images) - 2  # bf16 may rank the second class otherwise
+
+    def found(images, precision, name):
+        predictor = Predictor(tiny_run, precision=precision, batch_size=4)
+        _, records = explain(predictor, images, name)
+        return {(row["image"], one["label"]): one for row in records for one in row["classes"]}
+
+    usual = found(input_images, "fp32", "usual")
+    assert found(input_images[::-1], "fp32", "turned") == usual
+    rough = found(input_images, "bf16", "rough")
+    shared = usual.keys() & rough.keys()
+    assert len(shared) >= len(usual) - 2  # bf16 may rank the second class otherwise
+    assert all(usual[key] == rough[key] for key in shared)
 
 
-def test_no_summary_is_printed_if_no_image_is_readable(tmp_path, tiny_run):
+def test_no_summary_is_printed_if_no_image_is_readable(tmp_path, tiny_run, explain):
     said = []
-    (found,) = draw_explanations(
-        Predictor(tiny_run), ["none.png"], tmp_path / "x", notify=said.append
-    )
+    (found,), _ = explain(Predictor(tiny_run), ["none.png"], notify=said.append)
     assert found.error
     assert said == []
     assert os.listdir(tmp_path / "x") == []
 
 
 def test_an_explanation_that_overflows_is_the_error_of_its_image(
-    tiny_run, input_images, tmp_path, monkeypatch
+    tiny_run, input_images, tmp_path, monkeypatch, explain
 ):
     def overflow(network, images, classes, **settings):
         maps = relevance(network, images, classes, **settings)
@@ -364,8 +367,7 @@ def test_an_explanation_that_overflows_is_the_error_of_its_image(
     count = itertools.count()
     monkeypatch.setattr("vit.inference.attribution.relevance", overflow)
     predictor = Predictor(tiny_run, precision="fp32")
-    explained = draw_explanations(predictor, input_images[:3], tmp_path / "x", deletion=False)
-    found = [*explained]
+    found, _ = explain(predictor, input_images[:3], deletion=False)
     assert [one.error is None for one in found] == [True, False, True]
     assert found[1].error == "gradients overflowed, so it cannot be explained"
     assert found[1].predictions == predictor(input_images[:3])[1].predictions

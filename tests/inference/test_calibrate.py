@@ -18,6 +18,7 @@ from vit.weights.saved_model import load_run, update_run
 
 COLOURS = ("blue", "green", "red")
 EXACT = {"device": "cpu", "precision": "fp32"}
+WORDS = ["--device", "cpu", "--precision", "fp32"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +32,18 @@ def run(tiny_run, tmp_path):
     return shutil.copytree(tiny_run, tmp_path / "run")
 
 
+@pytest.fixture
+def several(several_run, several_list, tmp_path):
+    """A run of several classes an image, its data, and the images."""
+    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
+    return shutil.copytree(several_run, tmp_path / "run"), str(several_list), images
+
+
 def test_the_measured_calibration_is_that_of_the_predictions(run, tiny_data, capsys):
     raw = evaluate(run, str(tiny_data), **EXACT)
-    words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
     out = run.parent / "scores.json"
-    assert main([*words, "--target-precision", "0.05", "--json", str(out)]) == 0
+    words = ["--target-precision", "0.05", "--json", str(out)]
+    assert main(["calibrate", str(run), str(tiny_data), *WORDS, *words]) == 0
     printed = capsys.readouterr()
     found = json.loads(out.read_text())
     assert load_run(run).calibration.to_dict() == found["calibration"]
@@ -60,11 +68,10 @@ def test_the_measured_calibration_is_that_of_the_predictions(run, tiny_data, cap
 def test_unreadable_images_are_counted(run, tiny_data, tmp_path, capsys):
     data = shutil.copytree(tiny_data, tmp_path / "data")
     next(data.rglob("*.png")).write_bytes(b"")
-    words = ["calibrate", str(run), str(data), "--device", "cpu", "--precision", "fp32"]
-    assert main(words) == 1
-    printed = capsys.readouterr()
-    assert "1 of 27 images failed and are left out of the calibration" in printed.err
-    assert "stored in" in printed.out
+    assert main(["calibrate", str(run), str(data), *WORDS]) == 1
+    failed = "1 of 27 images failed and are left out of the calibration"
+    assert failed in capsys.readouterr().err
+    assert load_run(run).calibration.images == 26
 
 
 def test_a_second_calibration_replaces_the_first(run, tiny_data):
@@ -74,34 +81,30 @@ def test_a_second_calibration_replaces_the_first(run, tiny_data):
     assert (run / "config.json").read_bytes() == config
 
 
-def test_a_multilabel_run_decides_as_before(several_run, several_list, tmp_path):
-    folder = shutil.copytree(several_run, tmp_path / "run")
-    update_run(folder, {"thresholds": [0.3, 0.5, 0.7]})
-    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
-    before = Predictor(folder, **EXACT)(images)
+def test_a_multilabel_run_decides_as_before(several):
+    run, data, images = several
+    before = [[*dict(one.predictions)] for one in Predictor(run, **EXACT)(images)]
     for _ in range(2):
-        found = calibrate(folder, str(several_list), **EXACT)
-        after = Predictor(folder, **EXACT)(images)
-        for one, other in zip(before, after, strict=True):
-            assert [name for name, _ in one.predictions] == [name for name, _ in other.predictions]
+        found = calibrate(run, data, **EXACT)
+        assert [[*dict(one.predictions)] for one in Predictor(run, **EXACT)(images)] == before
+    assert len({*map(tuple, before)}) > 1
     assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
     assert found["after"]["nll"] <= found["before"]["nll"]
     with pytest.raises(ConfigError, match=r"no score is proven to be right for 98% of"):
-        Predictor(folder, **EXACT)(images, reject=True)
+        Predictor(run, **EXACT)(images, reject=True)
 
 
-def test_a_multilabel_run_rejects_answers_and_returns_sets(several_run, several_list, tmp_path):
-    folder = shutil.copytree(several_run, tmp_path / "run")
-    images = [str(path) for path in sorted(several_list.parent.glob("*.png"))]
-    calibrate(folder, str(several_list), **EXACT)
-    stored = load_run(folder).calibration
-    assert stored.multilabel
-    outputs = next(Predictor(folder, **EXACT).batches(images))
-    limits = load_run(folder).thresholds
+def test_a_multilabel_run_rejects_answers_and_returns_sets(several):
+    run, data, images = several
+    calibrate(run, data, **EXACT)
+    loaded = load_run(run)
+    assert loaded.calibration.multilabel
+    outputs = next(Predictor(run, **EXACT).batches(images))
+    limits = loaded.thresholds
     sure = sorted(decision_confidence(one.probabilities.tolist(), limits) for one in outputs)
-    calibration = dataclasses.replace(stored, threshold=(sure[15] + sure[16]) / 2)
-    update_run(folder, {"calibration": calibration.to_dict()})
-    predictor = Predictor(folder, **EXACT)
+    calibration = dataclasses.replace(loaded.calibration, threshold=(sure[15] + sure[16]) / 2)
+    update_run(run, {"calibration": calibration.to_dict()})
+    predictor = Predictor(run, **EXACT)
     found = predictor(images, reject=True, sets=0.8)
     for one, output in zip(found, next(predictor.batches(images)), strict=False):
         scores = output.probabilities.tolist()
@@ -115,11 +118,11 @@ def test_a_multilabel_run_rejects_answers_and_returns_sets(several_run, several_
     with pytest.raises(ConfigError, match=r"reject with threshold=0.4: .* leave one of the two"):
         predictor(images, reject=True, threshold=0.4)
     with pytest.raises(ConfigError, match=r"list of classes.*leave it out"):
-        calibrate(folder, str(several_list), target_class="red", **EXACT)
+        calibrate(run, data, target_class="red", **EXACT)
 
 
-def test_a_class_keeps_the_target_on_its_own(run, tiny_data, capsys):
-    words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
+def test_a_class_keeps_the_target_on_its_own(run, tiny_data, input_images, capsys):
+    words = ["calibrate", str(run), str(tiny_data), *WORDS]
     rows = evaluate(run, str(tiny_data), **EXACT)["per_class"]
     name = max(rows, key=lambda row: row["recall"])["label"]
     assert main([*words, "--target-precision", "0.001", "--target-class", name]) == 0
@@ -128,8 +131,7 @@ def test_a_class_keeps_the_target_on_its_own(run, tiny_data, capsys):
     assert "a training measures them if it holds out 99 images or more" in printed
     calibration = load_run(run).calibration
     assert [*calibration.class_thresholds] == [name]
-    images = [str(path) for path in sorted(tiny_data.rglob("*.*g"))]
-    for one in Predictor(run, **EXACT)(images, reject=True):
+    for one in Predictor(run, **EXACT)(input_images, reject=True):
         (best, score), *_ = one.predictions
         least = calibration.class_thresholds.get(best, calibration.threshold)
         assert (one.unknown is None) == (least is not None and score >= least)
@@ -137,11 +139,25 @@ def test_a_class_keeps_the_target_on_its_own(run, tiny_data, capsys):
     assert f"no such class; did you mean {name}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"target_precision": 1.0}, "target_precision=1: a share above 0 and below 1"),
+        ({"patch_size": 4}, "the run keeps a calibration of its own network"),
+        ({"merge_tokens": 1}, "the run keeps a calibration of its own network"),
+        ({"keep_aspect": True}, r"keep_aspect=True: .* square crops; leave it out"),
+        ({"group": "no (such)"}, "it matches none of 27 paths"),
+    ],
+    ids=str,
+)
+def test_settings_of_another_network_and_data_are_refused(run, tiny_data, settings, reason):
+    with pytest.raises(VitError, match=reason):
+        calibrate(run, str(tiny_data), **EXACT, **settings)
+
+
 def test_what_cannot_be_calibrated_is_refused(run, tiny_data, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="no run folder"):
         calibrate(tmp_path / "weights.safetensors", str(tiny_data))
-    with pytest.raises(ConfigError, match="target_precision=1: a share above 0 and below 1"):
-        calibrate(run, str(tiny_data), target_precision=1.0)
     monkeypatch.setattr("vit.inference.calibrate.MIN_IMAGES", 50)
     before = (run / "config.json").read_bytes()
     with pytest.raises(DataError, match=r"27 labelled images can be read.*needs 50"):
@@ -149,33 +165,20 @@ def test_what_cannot_be_calibrated_is_refused(run, tiny_data, tmp_path, monkeypa
     assert (run / "config.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("change", [{"patch_size": 4}, {"merge_tokens": 1}])
-def test_another_network_than_that_of_the_run_is_not_calibrated(run, tiny_data, change):
-    with pytest.raises(ConfigError, match="the run keeps a calibration of its own network"):
-        calibrate(run, str(tiny_data), **change)
-
-
-def test_images_in_their_own_aspect_ratio_are_not_calibrated(run, tiny_data):
-    with pytest.raises(ConfigError, match=r"keep_aspect=True: .* square crops; leave it out"):
-        calibrate(run, str(tiny_data), keep_aspect=True)
-
-
-def test_threshold_and_sets_of_groups(run, tiny_data, tmp_path, capsys):
-    words = ["calibrate", str(run), str(tiny_data), "--device", "cpu", "--precision", "fp32"]
-    words += ["--target-precision", "0.05"]
-    assert main(words) == 0
-    assert " in a new group" not in capsys.readouterr().err
-    alone = load_run(run).calibration
-    assert main([*words, "--group", r"(\d)\.\w+$"]) == 0  # 9 groups of the same number
-    printed = capsys.readouterr().err
-    grouped = load_run(run).calibration
+def test_threshold_and_sets_of_groups(run, tiny_data):
+    found, told = [], []
+    for group in (None, r"(\d)\.\w+$"):  # 9 groups of the same number
+        notes: list[str] = []
+        settings = {"target_precision": 0.05, "group": group, **EXACT}
+        calibrate(run, str(tiny_data), notify=notes.append, **settings)
+        found.append(load_run(run).calibration)
+        told.append(any("new group" in one or "groups without" in one for one in notes))
+    alone, grouped = found
+    assert told == [False, True]
     assert grouped.temperature == alone.temperature
     assert grouped.set_levels != alone.set_levels
     assert (alone.groups, grouped.groups) == (None, 9)
     assert "groups" not in alone.to_dict()
-    assert "in a new group" in printed or "groups without a mistake" in printed
-    with pytest.raises(DataError, match="it matches none of 27 paths"):
-        calibrate(run, str(tiny_data), group="no (such)", **EXACT)
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_first(run, monkeypatch):

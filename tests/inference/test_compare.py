@@ -1,13 +1,13 @@
 """`vit compare`: the counts are those of the predictions of both runs."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.inference.answers import right_answers
 from vit.commands.main import main
 from vit.config import Config, TrainingConfig
 from vit.config.setting_layers import make_config, write_settings
@@ -15,7 +15,6 @@ from vit.data.dataset_types import NO_LABEL, Sample
 from vit.errors import ConfigError, DataError
 from vit.inference.compare import answer_of, compare, compare_runs
 from vit.inference.evaluate import evaluate
-from vit.inference.predictor import Predictor
 from vit.weights.saved_model import load_run, save_model, update_run
 
 EXACT = {"device": "cpu", "precision": "fp32"}
@@ -24,24 +23,35 @@ WORDS = ["--device", "cpu", "--precision", "fp32"]
 
 def right_images(run, data):
     images = [str(path) for path in sorted((data / "val").rglob("*.*"))]
-    found = Predictor(run, **EXACT)(images)
-    return {one.image for one in found if one.predictions[0][0] == Path(one.image).parent.name}
+    right = right_answers(run, images)
+    return {path for path, hit in zip(images, right, strict=True) if hit}
+
+
+def saved_with_classes(folder, run, classes, task="classify"):
+    """A run folder of the network of `run` with other classes."""
+    folder.mkdir()
+    config = Config(model=run.config, training=TrainingConfig(task=task))
+    preprocessing = run.preprocessing
+    save_model(folder, run.model, config=config, classes=classes, preprocessing=preprocessing)
+    return folder
+
+
+def copies_that_held_out(tiny_run, data, folder, places):
+    """Copies of the run, each with a validation split of these slices of the sorted images."""
+    names = sorted(path.relative_to(data).as_posix() for path in data.rglob("*.*"))
+    runs = []
+    for number, place in enumerate(places):
+        runs.append(Path(shutil.copytree(tiny_run, folder / str(number))))
+        record = {"root": str(data.resolve()), "val": names[place]}
+        (runs[-1] / "split.json").write_text(json.dumps(record))
+    return runs
 
 
 @pytest.fixture
 def other_run(tiny_run, tmp_path):
     """The same network with classes in another order, so that it answers otherwise."""
     run = load_run(tiny_run)
-    folder = tmp_path / "other"
-    folder.mkdir()
-    save_model(
-        folder,
-        run.model,
-        config=Config(model=run.config),
-        classes=run.classes[::-1],
-        preprocessing=run.preprocessing,
-    )
-    return folder
+    return saved_with_classes(tmp_path / "other", run, run.classes[::-1])
 
 
 def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data, tmp_path, capsys):
@@ -49,6 +59,10 @@ def test_the_counts_are_those_of_the_predictions(tiny_run, other_run, tiny_data,
     words = [str(tiny_run), str(other_run), str(tiny_data), "--json", str(out), "--html", str(page)]
     assert main(["compare", *words, *WORDS]) == 0
     found = json.loads(out.read_text())
+    assert list(found) == [
+        *("count", "a", "b", "difference", "difference_interval", "p_value"),
+        *("only_a_right", "only_b_right", "verdict", "images_needed", "failed"),
+    ]
     a, b = right_images(tiny_run, tiny_data), right_images(other_run, tiny_data)
     assert (found["only_a_right"], found["only_b_right"]) == (len(a - b), len(b - a))
     assert len(a - b) + len(b - a) > 5
@@ -72,17 +86,13 @@ def test_runs_in_folders_of_the_same_name_are_told_apart(tiny_run, tiny_data, tm
     assert all(str(run) in found.page() for run in runs)
 
 
-def test_groups_are_compared_as_a_whole(tiny_run, other_run, tiny_data, tmp_path, capsys):
-    page = tmp_path / "page.html"
-    words = [str(tiny_run), str(other_run), str(tiny_data), "--html", str(page), *WORDS]
-    assert main(["compare", *words, "--group", r"(\d)\.\w+$"]) == 0
-    printed = capsys.readouterr().out
-    numbers = {re.search(r"(\d)\.\w+$", str(path))[1] for path in (tiny_data / "val").rglob("*.*")}
-    assert f"with 27 images of {len(numbers)} groups" in printed
-    assert "sign flips" in page.read_text()
+def test_groups_are_compared_as_a_whole(tiny_run, other_run, tiny_data, capsys):
+    words = ["compare", str(tiny_run), str(other_run), str(tiny_data), *WORDS]
+    assert main([*words, "--group", r"(\d)\.\w+$"]) == 0
+    assert "with 27 images of 9 groups" in capsys.readouterr().out
     runs = [tiny_run, other_run, tiny_run]
     found = compare_runs(runs, str(tiny_data), group=r"(\d)\.\w+$", **EXACT)
-    assert found.to_dict()["groups"] == len(numbers)
+    assert found.to_dict()["groups"] == 9
     assert found.to_dict()["pairs"][1]["p_value"] == 1.0
     assert "sign flips" in found.page()
 
@@ -114,45 +124,47 @@ def test_unreadable_images_are_left_out_and_named(tiny_run, other_run, tiny_data
     assert [Path(row["image"]).name for row in found["failed"]] == ["0.png"]
 
 
-def test_only_images_that_neither_was_trained_on_are_compared(tiny_run, tiny_data, tmp_path):
-    runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "ab"]
+@pytest.mark.parametrize(
+    ("places", "count", "told"),
+    [
+        ([(0, 9), (5, 15)], 4, "11 images left out, which only one of the two held out"),
+        ([(0, 9), (5, 15), (3, 8)], 3, "12 images left out, which only some of the runs held out"),
+    ],
+    ids=["two runs", "three runs"],
+)
+def test_only_images_that_all_runs_held_out_are_compared(
+    tiny_run, tiny_data, tmp_path, places, count, told
+):
+    data, notes = tiny_data / "val", []
+    slices = [slice(*place) for place in places]
+    runs = copies_that_held_out(tiny_run, data, tmp_path, slices)
+    found = compare_runs(runs, str(data), notify=notes.append, **EXACT).to_dict()
+    assert found["count"] == count
+    assert any(told in note for note in notes)
+    assert len(notes) == len({*notes})  # those about the data are not repeated for each run
+
+
+def test_runs_that_held_out_different_images_are_not_compared(tiny_run, tiny_data, tmp_path):
     data = tiny_data / "val"
-    names = sorted(path.relative_to(data).as_posix() for path in data.rglob("*.*"))
-    for run, part in zip(runs, (names[:9], names[5:15]), strict=True):
-        record = {"root": str(data.resolve()), "val": part}
-        (run / "split.json").write_text(json.dumps(record))
-    notes = []
-    found = compare(*runs, str(data), notify=notes.append, **EXACT).to_dict()
-    assert found["count"] == 4
-    assert any("11 images left out" in note for note in notes)
-    record["val"] = names[20:]
-    (runs[1] / "split.json").write_text(json.dumps(record))
+    runs = copies_that_held_out(tiny_run, data, tmp_path, [slice(9), slice(20, 27)])
     with pytest.raises(DataError, match="no image is held out by both"):
         compare(*runs, str(data), **EXACT)
 
 
 def test_images_of_a_class_that_one_of_them_does_not_have_are_left_out(
-    tiny_run, tiny_data, tmp_path, capsys
+    tiny_run, tiny_data, tmp_path
 ):
     run = load_run(tiny_run)
-    data, new = tmp_path / "data", tmp_path / "new"
+    data = tmp_path / "data"
     shutil.copytree(tiny_data, data)
     first, *others = run.classes
     (data / "val" / first).rename(data / "val" / "hat")
-    new.mkdir()
-    save_model(
-        new,
-        run.model,
-        config=Config(model=run.config),
-        classes=["hat", *others],
-        preprocessing=run.preprocessing,
-    )
-    assert main(["compare", str(tiny_run), str(new), str(data), *WORDS]) == 0
-    said = capsys.readouterr()
-    assert "with 18 images" in said.out
-    assert said.err.count("9 images left out, of classes that only some models have: hat") == 1
-    assert "no images of class" not in said.err
-    found = compare(tiny_run, new, str(data), **EXACT).to_dict()
+    new = saved_with_classes(tmp_path / "new", run, ["hat", *others])
+    notes: list[str] = []
+    found = compare(tiny_run, new, str(data), notify=notes.append, **EXACT).to_dict()
+    told = "9 images left out, of classes that only some models have: hat"
+    assert sum(told in note for note in notes) == 1
+    assert not any("no images of class" in note for note in notes)
     assert found["count"] == 18
     right = {path for path in right_images(tiny_run, data) if Path(path).parent.name != "hat"}
     assert found["a"]["top1"] == found["b"]["top1"] == len(right) / 18
@@ -173,32 +185,28 @@ def test_networks_of_one_and_of_several_classes_an_image_are_not_compared(
 
 
 def test_networks_of_several_classes_are_compared_by_their_average_precision(
-    several_run, several_list, tmp_path, capsys
+    several_run, several_list, tmp_path
 ):
     run = load_run(several_run)
-    other, out, page = tmp_path / "other", tmp_path / "found.json", tmp_path / "page.html"
-    shutil.copytree(several_run, other)
     order = [2, 0, 1]  # of the outputs: the classes are matched by name
     with torch.no_grad():
         run.model.head.weight.copy_(-run.model.head.weight[order])
         run.model.head.bias.copy_(run.model.head.bias[order])
     classes = [run.classes[at] for at in order]
-    config = Config(model=run.config, training=TrainingConfig(task="multilabel"))
-    save_model(other, run.model, config=config, classes=classes, preprocessing=run.preprocessing)
+    other = saved_with_classes(tmp_path / "other", run, classes, "multilabel")
     update_run(other, {"thresholds": [0.7, 0.3, 0.5]})
-    words = [str(several_run), str(other), str(several_list)]
-    assert main(["compare", *words, "--json", str(out), "--html", str(page), *WORDS]) == 0
-    found = json.loads(out.read_text())
+    compared = compare(several_run, other, str(several_list), **EXACT)
+    found = compared.to_dict()
     for key, one in (("a", several_run), ("b", other)):
         scores = evaluate(one, str(several_list), **EXACT)
         for name in ("map", "map_interval", "subset_accuracy"):
             assert found[key][name] == pytest.approx(scores[name])
     assert found["difference"] == pytest.approx(found["b"]["map"] - found["a"]["map"])
-    assert found["difference"] != 0
     low, high = found["difference_interval"]
     assert low < found["difference"] < high
-    assert "% mAP" in capsys.readouterr().out
-    assert "jackknife over images" in page.read_text()
+    assert found["difference"] != 0
+    assert "% mAP" in compared.sentence()
+    assert "jackknife over images" in compared.page()
     three = compare_runs([several_run, other, several_run], str(several_list), **EXACT)
     assert three.to_dict()["pairs"][0]["p_value"] == found["p_value"]
     assert "mAP" in three.page()
@@ -212,21 +220,15 @@ def test_three_runs_are_compared_as_every_two_are(
     words = [*runs[:2], "--json", str(out), runs[2], str(tiny_data), "--html", str(page)]
     assert main(["compare", *words, *WORDS]) == 0
     found = json.loads(out.read_text())
-    assert [(row["name"], row["run"]) for row in found["runs"]] == list(
-        zip("ABC", runs, strict=True)
-    )
-    for row, (a, b) in zip(found["pairs"], [(0, 1), (0, 2), (1, 2)], strict=True):
-        alone = compare(runs[a], runs[b], str(tiny_data), **EXACT).to_dict()
-        assert found["count"] == alone["count"] == 27
-        assert found["runs"][a]["top1_interval"] == alone["a"]["top1_interval"]
-        for name in ("difference", "p_value", "only_a_right", "only_b_right"):
-            assert row[name] == alone[name]
-    printed = capsys.readouterr().out
-    assert found["sentence"] in printed
-    assert "A B" in printed
+    assert [(row["name"], row["run"]) for row in found["runs"]] == [*zip("ABC", runs, strict=True)]
+    alone = compare(*runs[1:], str(tiny_data), **EXACT).to_dict()
+    assert found["count"] == alone["count"] == 27
+    assert found["runs"][1]["top1_interval"] == alone["a"]["top1_interval"]
+    for name in ("difference", "p_value", "only_a_right", "only_b_right"):
+        assert found["pairs"][2][name] == alone[name]
+    assert found["sentence"] in capsys.readouterr().out
     differ = right_images(tiny_run, tiny_data) ^ right_images(other_run, tiny_data)
-    text = page.read_text()
-    assert f"{len(differ)} images on which they differ" in text
+    assert f"{len(differ)} images on which they differ" in page.read_text()
 
 
 def test_classes_whose_names_look_like_several_are_told_apart():
@@ -242,28 +244,6 @@ def test_classes_whose_names_look_like_several_are_told_apart():
         assert answered(true, true).right
 
 
-def test_the_json_of_two_runs_has_the_keys_of_the_contract(tiny_run, other_run, tiny_data):
-    found = compare(tiny_run, other_run, str(tiny_data), **EXACT).to_dict()
-    assert list(found) == [
-        *("count", "a", "b", "difference", "difference_interval", "p_value"),
-        *("only_a_right", "only_b_right", "verdict", "images_needed", "failed"),
-    ]
-
-
-def test_images_that_only_some_of_the_runs_held_out_are_left_out(tiny_run, tiny_data, tmp_path):
-    runs = [Path(shutil.copytree(tiny_run, tmp_path / name)) for name in "abc"]
-    data = tiny_data / "val"
-    names = sorted(path.relative_to(data).as_posix() for path in data.rglob("*.*"))
-    for run, part in zip(runs, (names[:9], names[5:15], names[3:8]), strict=True):
-        record = {"root": str(data.resolve()), "val": part}
-        (run / "split.json").write_text(json.dumps(record))
-    notes = []
-    found = compare_runs(runs, str(data), notify=notes.append, **EXACT).to_dict()
-    assert found["count"] == 3
-    assert any("12 images left out, which only some of the runs held out" in note for note in notes)
-    assert len(notes) == len({*notes})  # those about the data are not repeated for each run
-
-
 def test_a_forgotten_data_set_and_a_single_run_are_one_line(tiny_run, other_run, tiny_data, capsys):
     words = ["compare", str(tiny_run), str(tiny_data), str(other_run), "--precision", "fp32"]
     assert main(words) == 2
@@ -274,28 +254,25 @@ def test_a_forgotten_data_set_and_a_single_run_are_one_line(tiny_run, other_run,
         compare_runs([tiny_run], str(tiny_data))
 
 
-def corrected_run(tiny_run, data, folder, list_name, rows):
+def corrected_run(tiny_run, data, folder, rows):
     """A copy of the run, trained on `data` with a list of corrections, {name: class}."""
     run = Path(shutil.copytree(tiny_run, folder))
-    listed = folder.parent / list_name
     lines = [f"{name},{label}" for name, label in rows.items()]
-    listed.write_text("\n".join(["image,label", *lines]) + "\n")
-    settings = {"data": str(data), "corrections": str(listed)}
+    (folder / "new.csv").write_text("\n".join(["image,label", *lines]) + "\n")
+    settings = {"data": str(data), "corrections": str(folder / "new.csv")}
     write_settings(run / "config.yaml", make_config(settings), "")
     return run
 
 
-def test_corrections_of_one_training_are_those_of_both(tiny_run, other_run, tiny_data, tmp_path):
+def test_corrections_of_one_training_are_those_of_both(tiny_run, tiny_data, tmp_path):
     names = sorted(path.relative_to(tiny_data).as_posix() for path in tiny_data.rglob("val/*/*"))
-    classes = sorted({name.split("/")[1] for name in names})
-    others = {name: classes[classes.index(name.split("/")[1]) - 1] for name in names[:5]}
-    corrected = corrected_run(tiny_run, tiny_data, tmp_path / "corrected", "new.csv", others)
+    others = dict(zip(names[:5], ["class2"] * 5, strict=True))  # all are of the first class
+    corrected = corrected_run(tiny_run, tiny_data, tmp_path / "corrected", others)
     notes: list[str] = []
     same = compare(tiny_run, corrected, str(tiny_data), notify=notes.append, **EXACT).to_dict()
     assert (same["difference"], same["only_a_right"], same["only_b_right"]) == (0.0, 0, 0)
     assert sum("new.csv, as some were trained with" in note for note in notes) == 1
     assert same["b"]["top1"] == evaluate(corrected, str(tiny_data), **EXACT)["top1"]
-    rest = dict([*others.items()][:2])
-    second = corrected_run(tiny_run, tiny_data, tmp_path / "second", "second.csv", rest)
-    with pytest.raises(DataError, match="3 of 27 images have other labels for one run"):
+    second = corrected_run(tiny_run, tiny_data, tmp_path / "second", {names[0]: "class2"})
+    with pytest.raises(DataError, match="4 of 27 images have other labels for one run"):
         compare(second, corrected, str(tiny_data), **EXACT)

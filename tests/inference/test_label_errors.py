@@ -1,12 +1,13 @@
 """Suspected labels: planted ones are found, and are the first of the list."""
 
 import shutil
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.inference.captioners import save_captioner
 from vit.config.setting_layers import make_config
 from vit.config.stored_config import write_paths
 from vit.data.checks.check_listing import DatasetListing, ListedImage
@@ -79,29 +80,28 @@ def test_nearest_neighbours_equal_those_of_the_full_cosine_matrix():
 
 @pytest.mark.auto_precision
 def test_weights_that_have_learned_the_labels_are_named(tiny_run, tiny_data, tmp_path):
-    for name in ("data/train", "other"):
-        shutil.copytree(tiny_data / "val", tmp_path / name)
     run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
-    for trained_on, told in (("data", True), ("data/train", True), ("other", False)):
-        (run / "config.yaml").write_text(f"data: {tmp_path / trained_on}\n")
-        notes: list[str] = []
-        settings = {"device": "cpu", "workers": 1, "cache": False, "notify": notes.append}
-        check(tmp_path / "data", weights=run, **settings)
-        assert any("was trained on these labels, errors included" in one for one in notes) is told
+    (run / "config.yaml").write_text(f"data: {tiny_data / 'val'}\n")
+    notes: list[str] = []
+    settings = {"device": "cpu", "workers": 1, "cache": False, "notify": notes.append}
+    check(tiny_data / "val", weights=tiny_run, **settings)
+    assert not any("was trained on these labels" in one for one in notes)
+    check(tiny_data / "val", weights=run, **settings)
+    assert any("was trained on these labels, errors included" in one for one in notes)
 
 
 def test_a_run_that_was_trained_in_another_working_folder_is_recognised(tmp_path, monkeypatch):
     data, run, here = (tmp_path / name for name in ("work/photos", "run", "here"))
-    for folder in (data, run, here):
+    for folder in (data / "train", run, here):
         folder.mkdir(parents=True)
-    (run / "config.yaml").write_text("data: photos\n")
+    (run / "config.yaml").write_text("data: photos/train\n")
     monkeypatch.chdir(here)
     assert not has_learned(str(run), data)
     monkeypatch.chdir(data.parent)
-    write_paths(run, make_config({"data": "photos"}))
+    write_paths(run, make_config({"data": "photos/train"}))
     monkeypatch.chdir(here)
-    assert has_learned(str(run), data)
-    assert not has_learned(str(run), here)
+    learned = [has_learned(str(run), one) for one in (data / "train", data, data.parent, here)]
+    assert learned == [True, True, False, False]
 
 
 def test_labels_match_classes_in_other_unicode():
@@ -128,16 +128,13 @@ def test_rows_name_classes_in_other_unicode():
 
 @pytest.mark.auto_precision
 def test_a_class_of_another_split_leaves_only_its_own_images_out(tiny_run, tiny_data, tmp_path):
-    data = tmp_path / "data"
+    data, notes = tmp_path / "data", []
     shutil.copytree(tiny_data / "val", data / "train")
-    first = sorted((data / "train").iterdir())[0]
-    settings = {"device": "cpu", "workers": 1, "cache": False}
-    plain = check(data, weights=tiny_run, **settings)
-    shutil.copytree(first, data / "test" / "hat")
-    notes: list[str] = []
-    found = check(data, weights=tiny_run, notify=notes.append, **settings)
-    count = len([*first.iterdir()])
-    assert any(f"{count} images left out of the search for label errors" in one for one in notes)
+    settings = {"weights": tiny_run, "device": "cpu", "workers": 1, "cache": False}
+    plain = check(data, **settings)
+    shutil.copytree(data / "train" / "apple", data / "test" / "hat")
+    found = check(data, notify=notes.append, **settings)
+    assert any("9 images left out of the search for label errors" in one for one in notes)
     assert found.neighbour_agreement == pytest.approx(plain.neighbour_agreement)
 
 
@@ -159,33 +156,25 @@ def test_suspected_labels_are_a_list_that_a_spreadsheet_shows_right(tmp_path, na
     assert write_suspects(report, str(path)) == 2
     rows = read_list(str(path), DatasetSpec(str(path)), []).rows
     guard = "'" if name.endswith(".csv") else ""
-    assert {row.name: row.labels for row in rows} == {
-        f"{guard}=a/1.png": ("=a",),
-        "hat/-2.png": ("hat",),
-    }
+    found = {row.name: row.labels for row in rows}
+    assert found == {f"{guard}=a/1.png": ("=a",), "hat/-2.png": ("hat",)}
     assert path.read_bytes().startswith("\ufeff".encode()) == name.endswith(".csv")
 
 
 def test_the_network_has_progress_and_the_workers_of_the_check(tiny_run, tiny_data, monkeypatch):
-    told, opened = [], []
-
-    def open_predictor(*arguments, **settings):
-        opened.append(settings["workers"])
-        return Predictor(*arguments, **settings, precision="fp32")
-
-    monkeypatch.setattr("vit.inference.label_errors.Predictor", open_predictor)
-    steps = {"progress": lambda *step: told.append(step), "workers": 1, "cache": False}
-    check(str(tiny_data / "val"), weights=tiny_run, device="cpu", **steps)
-    assert opened == [1]
-    assert ("encoded", 27, 27) in told
+    opened, told = Mock(wraps=partial(Predictor, precision="fp32")), Mock()
+    monkeypatch.setattr("vit.inference.label_errors.Predictor", opened)
+    settings = {"device": "cpu", "workers": 1, "cache": False, "progress": told}
+    check(str(tiny_data / "val"), weights=tiny_run, **settings)
+    assert [call.kwargs["workers"] for call in opened.mock_calls] == [1]
+    told.assert_any_call("encoded", 27, 27)
 
 
 @pytest.mark.auto_precision
-def test_a_captioner_gives_features_and_writes_no_captions(tiny_data, tmp_path, monkeypatch):
-    def generate(*_):
-        raise AssertionError("captions were generated")
-
-    monkeypatch.setattr("vit.generation.generate.CaptionGenerator.generate", generate)
-    run = save_captioner(tmp_path / "run", classes=("cat", "dog"))
-    report = check(str(tiny_data / "val"), weights=run, device="cpu", workers=1, cache=False)
+def test_a_captioner_gives_features_and_writes_no_captions(
+    run_of_both_heads, tiny_data, monkeypatch
+):
+    monkeypatch.setattr("vit.generation.generate.CaptionGenerator.generate", None)
+    data = str(tiny_data / "val")
+    report = check(data, weights=run_of_both_heads, device="cpu", workers=1, cache=False)
     assert len(report.stats) == 27

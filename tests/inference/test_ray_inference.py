@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.inference.captioners import save_captioner
 from vit.config.inference_config import PredictionConfig
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.generation.generation_config import Caption, Search
@@ -42,44 +41,34 @@ LAYOUT = Layout(2, ("cat", "=dog", "\udcff"), NAMES, 1)
 CHILD = Path(__file__).parent / "ray_child.py"
 
 
-@pytest.fixture
-def input_images(tiny_data):
-    return [str(path) for path in sorted((tiny_data / "val").rglob("*.*"))]
-
-
 @pytest.mark.parametrize("row", ROWS, ids=["classes and caption", "error", "cut off"])
 def test_a_row_comes_back_as_it_went(row):
     assert from_text(row.image, to_text(row)) == row
 
 
-def test_pieces_are_whole_blocks_in_order_and_names_survive():
+@pytest.mark.parametrize(
+    ("block", "workers", "size"),
+    [(16, 2, 48), (16, 200, 16), (64, 1, 64), (600, 1, 600), (1, 1, 125)],
+)
+def test_pieces_are_whole_blocks_in_order(block, workers, size):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    names = [f"{number}.png" for number in range(1001)]
-    for block, workers, size in (
-        (16, 2, 48),
-        (16, 200, 16),
-        (64, 1, 64),
-        (600, 1, 600),
-        (1, 1, 125),
-    ):
-        tables = pieces(names, block, workers)
-        assert {len(table) for table in tables[:-1]} <= {size}
-        assert [n for table in tables for n in table["number"].to_pylist()] == list(range(1001))
+    tables = pieces([f"{number}.png" for number in range(1001)], block, workers)
+    assert {len(table) for table in tables[:-1]} <= {size}
+    assert [n for table in tables for n in table["number"].to_pylist()] == list(range(1001))
+
+
+def test_names_survive_in_pieces():
+    pytest.importorskip("pyarrow", reason="the extra ray brings it")
     (table,) = pieces([*NAMES, "s3://b/c.png"], 16, 2)
     found = [os.fsdecode(path) for path in table["path"].to_pylist()]
     assert found == [*(os.path.abspath(name) for name in NAMES), "s3://b/c.png"]
-    assert len(pieces(names * 100, 16, 2)[0]) == 512
+    assert len(pieces(NAMES * 25_000, 16, 2)[0]) == 512
 
 
-def test_workers_give_the_digits_of_one_predictor(tiny_run, input_images, bad_images, tmp_path):
+def test_workers_give_the_digits_of_one_predictor(tiny_run, input_images, bad_images):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    images = [
-        *input_images[:5],
-        bad_images[0],
-        *input_images[5:],
-        f"file://{input_images[0]}",
-        "file:///no",
-    ]
+    given = [*input_images[:5], bad_images[0], *input_images[5:]]
+    images = [*given, f"file://{input_images[0]}", "file:///no"]
     settings = {"precision": "fp32", "batch_size": 4}
     counter = AttemptCounter()
     workers = [Worker(str(tiny_run), settings, 2, counter.attempt) for _ in range(2)]
@@ -88,39 +77,35 @@ def test_workers_give_the_digits_of_one_predictor(tiny_run, input_images, bad_im
         table = workers[number % 2](piece)
         answers += zip(table["number"].to_pylist(), table["answer"].to_pylist(), strict=True)
     assert [number for number, _ in answers] == list(range(len(images)))
-    found = [from_text(images[number], text) for number, text in answers]
     local = [image.removeprefix("file://") for image in images]
     expected = Predictor(tiny_run, **settings)(local, top_k=2)
-    for mine, other, image in zip(found, expected, images, strict=True):
-        assert mine.image == image
-        assert (mine.predictions, mine.error) == (other.predictions, other.error)
+    for (_, text), other, image in zip(answers, expected, images, strict=True):
+        found = from_text(image, text)
+        assert found.image == image
+        assert (found.predictions, found.error) == (other.predictions, other.error)
 
 
-def test_words_are_drawn_by_the_number_in_the_whole_list(tmp_path, input_images):
+def test_words_are_drawn_by_the_number_in_the_whole_list(captioner, input_images):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    run = save_captioner(tmp_path / "run")
     settings = {"precision": "fp32", "batch_size": 4, "search": Search(temperature=2.0)}
-    worker = Worker(str(run), settings, 1, AttemptCounter().attempt)
+    worker = Worker(str(captioner), settings, 1, AttemptCounter().attempt)
     texts = [t for piece in pieces(input_images, 4, 2) for t in worker(piece)["answer"].to_pylist()]
-    found = [
-        from_text(image, text).caption for image, text in zip(input_images, texts, strict=True)
-    ]
-    assert found == [row.caption for row in Predictor(run, **settings)(input_images)]
+    found = [from_text("", text).caption for text in texts]
+    assert found == [row.caption for row in Predictor(captioner, **settings)(input_images)]
 
 
 @pytest.mark.auto_precision
 def test_a_piece_that_kills_is_given_up(tiny_run, input_images):
     pytest.importorskip("pyarrow", reason="the extra ray brings it")
-    counter = AttemptCounter()
-    worker = Worker(str(tiny_run), {"batch_size": 4}, 1, counter.attempt)
+    worker = Worker(str(tiny_run), {"batch_size": 4}, 1, AttemptCounter().attempt)
     piece, other = pieces(input_images, 4, 1)[:2]
-    for _ in range(3):
-        assert all(
-            from_text("", text).error is None for text in worker(piece)["answer"].to_pylist()
-        )
-    errors = {from_text("", text).error for text in worker(piece)["answer"].to_pylist()}
-    assert errors == {"workers died 3 times at this image, or at one of its piece of 4"}
-    assert all(from_text("", text).error is None for text in worker(other)["answer"].to_pylist())
+
+    def errors(given):
+        return {from_text("", text).error for text in worker(given)["answer"].to_pylist()}
+
+    assert [errors(piece) for _ in range(3)] == [{None}] * 3
+    assert errors(piece) == {"workers died 3 times at this image, or at one of its piece of 4"}
+    assert errors(other) == {None}
 
 
 @pytest.mark.parametrize("style", FORMATS)
@@ -201,12 +186,15 @@ def test_a_gpu_that_is_not_there_is_refused():
         shares({"CPU": 2.0}, "cuda", None)
 
 
+def predict_nothing(top_k: int) -> None:
+    settings = {"workers": 1}
+    predict_with_ray("x", ["a"], "b", style="jsonl", top_k=top_k, settings=settings, notify=print)
+
+
 def test_without_ray_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(VitError, match=r"ray is not installed: pip install 'vit-toolkit\[ray\]'"):
-        predict_with_ray(
-            "x", ["a"], "b", style="jsonl", top_k=1, settings={"workers": 1}, notify=print
-        )
+        predict_nothing(1)
 
 
 def test_a_number_of_classes_of_a_captioner_is_refused(monkeypatch):
@@ -221,9 +209,7 @@ def test_a_number_of_classes_of_a_captioner_is_refused(monkeypatch):
     for name in ("ordered_and_quiet", "raise_worker_errors"):
         monkeypatch.setattr(ray_inference, name, nullcontext)
     with pytest.raises(ConfigError, match="top_k=3: this network writes captions and has no class"):
-        predict_with_ray(
-            "x", ["a"], "b", style="jsonl", top_k=3, settings={"workers": 1}, notify=print
-        )
+        predict_nothing(3)
 
 
 def child(run, out, style, dies, images) -> subprocess.CompletedProcess[str]:
