@@ -124,12 +124,6 @@ def test_a_run_tells_how_its_experts_are_used(tiny_config, tmp_path):
     assert f"{epochs[best - 1]['routers'][0]['dropped']:.1%}" in report
 
 
-def test_a_dense_run_says_nothing_of_experts(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
-    assert "router" not in (tmp_path / "run/metrics.jsonl").read_text()
-    assert "experts" not in (tmp_path / "run/report.html").read_text()
-
-
 def layer(load, dropped=0.0, block=2):
     return {"block": block, "load": load, "entropy": 0.9, "dropped": dropped}
 
