@@ -52,6 +52,17 @@ def equal_models(*folders: Path) -> bool:
     return len({(folder / "model.safetensors").read_bytes() for folder in folders}) == 1
 
 
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Equal weights, and equal events but for their times."""
+    times = {"images_per_second", "data_wait", "seconds"}
+    assert equal_models(one, other)
+    first, second = (
+        [{name: event[name] for name in event.keys() - times} for event in read_events(folder)]
+        for folder in (one, other)
+    )
+    assert first == second
+
+
 @contextlib.contextmanager
 def signalled_at(
     step: int, number: int = signal.SIGTERM
@@ -70,11 +81,7 @@ def signalled_at(
 
 
 def cut_and_continued(fine: Callable[..., Path], folder: Path, source: Path, **settings) -> Path:
-    """The run `fine("cut")` in `folder`, cut after an epoch, and continued without its `source`.
-
-    Args:
-        fine: Fine-tunes a copy of the weights `source` to `folder`/NAME.
-    """
+    """The run `fine("cut")` in `folder`, cut after an epoch, and continued without its `source`."""
     copy = shutil.copytree(source, folder / "source")
     finish = Trainer.finish_epoch
 

@@ -15,7 +15,7 @@ import torch
 
 import vit
 from tests.training.children import Job, hold
-from tests.training.runs import SHORT, equal_models, events, signalled_at
+from tests.training.runs import SHORT, assert_equal_runs, equal_models, events, signalled_at
 from vit.commands.main import main
 from vit.config.setting_layers import flatten
 from vit.errors import BadImage, ConfigError, DataError, RunError, VitError, WeightsError
@@ -30,16 +30,6 @@ from vit.training.train import plan, resolve, train
 from vit.training.trainer import Trainer
 from vit.training.training_loop import updates_weights
 from vit.weights.saved_model import load_run
-
-TIMES = {"images_per_second", "data_wait", "seconds"}
-
-
-def assert_equal_runs(one: Path, other: Path) -> None:
-    """Equal weights, and equal events but for their times."""
-    assert equal_models(one, other)
-    found = [[*events(folder, "step"), *events(folder)] for folder in (one, other)]
-    first, second = ([{k: e[k] for k in e.keys() - TIMES} for e in some] for some in found)
-    assert first == second
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
