@@ -1,6 +1,7 @@
 """Captions are learned by the loop that learns classes, with all that it promises."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -144,7 +145,9 @@ def words(caption_data):
         for number in range(5)
     ]
     tokenizer = train_tokenizer([c for s in samples for c in s.captions])
-    return samples, tokenizer, CaptionIds([s.captions for s in samples], tokenizer, 64)
+    ids = CaptionIds([s.captions for s in samples], tokenizer, 64)
+    prepared = ConstantTransform(Preprocessing.from_config(make_config({}).data, 16))
+    return samples, tokenizer, functools.partial(ImageDataset, samples, prepared, caption_ids=ids)
 
 
 def spoken(tokenizer, rows) -> list[str]:
@@ -152,15 +155,13 @@ def spoken(tokenizer, rows) -> list[str]:
 
 
 def test_an_epoch_draws_a_caption_by_its_counters(words):
-    samples, tokenizer, ids = words
-    prepared = ConstantTransform(Preprocessing.from_config(make_config({}).data, 16))
+    samples, tokenizer, dataset = words
     drawn = []
     for epoch in range(20):
         keys = [SampleKey(epoch, sample, 0, pass_index=epoch) for sample in range(5)]
-        dataset = ImageDataset(samples, prepared, seed=3, caption_ids=ids)
-        said = spoken(tokenizer, dataset.__getitems__(keys).caption_ids)
+        said = spoken(tokenizer, dataset(seed=3).__getitems__(keys).caption_ids)
         assert all(text in sample.captions for text, sample in zip(said, samples, strict=True))
-        again = ImageDataset(samples, prepared, seed=3, caption_ids=ids).__getitems__(keys[::-1])
+        again = dataset(seed=3).__getitems__(keys[::-1])
         assert spoken(tokenizer, again.caption_ids) == said[::-1]
         assert again.mismatched_ids is None
         drawn.append(said)
@@ -170,13 +171,8 @@ def test_an_epoch_draws_a_caption_by_its_counters(words):
 
 
 def test_validation_pairs_each_caption_once_with_another_image(words):
-    samples, tokenizer, ids = words
-    dataset = ImageDataset(
-        samples,
-        ConstantTransform(Preprocessing.from_config(make_config({}).data, 16)),
-        caption_ids=ids,
-    )
-    batch = dataset.__getitems__([SampleKey(0, sample, 0) for sample in range(5)])
+    _, tokenizer, dataset = words
+    batch = dataset().__getitems__([SampleKey(0, sample, 0) for sample in range(5)])
     assert spoken(tokenizer, batch.caption_ids) == [f"{number} one" for number in range(5)]
     own, others = spoken(tokenizer, batch.caption_ids), spoken(tokenizer, batch.mismatched_ids)
     assert sorted(others) == sorted(own)
