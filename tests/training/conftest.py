@@ -84,3 +84,15 @@ def photos(tmp_path: Path) -> Path:
             pixels = random.integers(0, 255, shape).astype(np.uint8)
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
     return tmp_path / "photos"
+
+
+@pytest.fixture(scope="session")
+def caption_config(caption_data: Path, tiny_config: Callable[..., Config]) -> Callable[..., Config]:
+    """Settings of a tiny captioner, with every random part of training switched on."""
+
+    def build(**changes: Any) -> Config:
+        captions = {"data": str(caption_data), "task": "caption", "mixup": 0.0, "cutmix": 0.0}
+        decoder = {"decoder_depth": 2, "decoder_drop_path": 0.1, "caption_dropout": 0.1}
+        return tiny_config(**{**captions, **decoder, **changes})
+
+    return build

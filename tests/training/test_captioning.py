@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
 from tests.training.runs import SHORT, events
-from vit.config import Config
 from vit.config.setting_layers import make_config, read_settings
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import train_tokenizer
@@ -40,19 +38,6 @@ from vit.weights.convert import convert
 from vit.weights.load_model import from_pretrained, open_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
-
-
-@pytest.fixture(scope="module")
-def caption_config(caption_data: Path, tiny_config: Callable[..., Config]):
-    """Settings of a tiny captioner, with every random part of training switched on."""
-
-    def build(**changes: Any) -> Config:
-        captions = {"data": str(caption_data), "task": "caption", "mixup": 0.0, "cutmix": 0.0}
-        decoder = {"decoder_depth": 2, "decoder_drop_path": 0.1, "caption_dropout": 0.1}
-        return tiny_config(**{**captions, **decoder, **changes})
-
-    return build
-
 
 QUIET = {"dropout": 0, "drop_path": 0, "decoder_dropout": 0, "decoder_drop_path": 0}
 QUIET |= {"caption_dropout": 0, "ema": 0}

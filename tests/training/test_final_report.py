@@ -149,18 +149,11 @@ def test_a_fast_report_opens_no_image_again(tiny_config, tmp_path, monkeypatch):
     assert "Fast report" not in report(run).read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def caption_config(tiny_config, caption_data):
-    """Settings of a captioner of two epochs, whose captions name the colour."""
-    usual = {"data": str(caption_data), "task": "caption", "decoder_depth": 1, "epochs": 2}
-    return lambda **changes: tiny_config(**{**usual, "mixup": 0.0, "cutmix": 0.0, **changes})
-
-
 @pytest.mark.parametrize("task", ["caption", "classify,caption"])
 def test_a_captioner_has_a_report_with_the_validations_numbers(
     caption_config, tmp_path, capsys, task
 ):
-    config, run = caption_config(task=task), tmp_path / "run"
+    config, run = caption_config(task=task, epochs=2), tmp_path / "run"
     scores = train(config, run).scores
     page = read_report(run)
     shown = [f"<b>{scores['cider']:.3f}</b>", f"<dd>{scores['bleu4']:.2%}</dd>"]

@@ -91,6 +91,7 @@ LARGEST = {"image_size": 224, "patch_size": 16, "dim": 768, "depth": 12}
 GPU = {"device": "cuda", "flops": 60e12}
 NAMED = ["--model", "vit_tiny_patch16_224"]
 MANY = {"images": 40_000, "validation": 10_000}
+FEW = {"images": 57, "validation": 15}
 
 
 def timed(*speeds: float) -> tuple[TimedNetwork, ...]:
@@ -113,11 +114,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"images": 10, "validation": 10, "seconds": None},
         {"image_size": 128, "dim": 128, "batch_size": 10, "time": "50s", "val_share": 0.2},
     ),
-    "a batch that leaves few out": ({"images": 57, "validation": 15}, {"batch_size": 14}),
-    "the same on four GPUs": (
-        {"images": 57, "validation": 15, "processes": 4, **GPU},
-        {"batch_size": 56},
-    ),
+    "a batch that leaves few out": (FEW, {"batch_size": 14}),
+    "the same on four GPUs": ({**FEW, "processes": 4, **GPU}, {"batch_size": 56}),
     "a thousand classes": (
         {**MANY, "classes": 1000},
         {**SMALLEST, "batch_size": 128, "val_share": 0.1},  # five images a class
