@@ -42,12 +42,8 @@ CONTEXT.set_forkserver_preload(PRELOAD)
 class Job:
     """Processes that work together; inside the `with`, and none is left behind it.
 
-    Args:
-        target: A function of an importable module; its answer is the exit code.
-        arguments: What it is called with.
-        log: The file that gets the standard error and output of all processes.
-        processes: How many; more than one join as a distributed training on CPUs.
-        variables: Environment variables of these processes alone; None: without this one.
+    What `target` answers is the exit code. `variables` are of the environment of these processes
+    alone; None: without this one.
     """
 
     def __init__(
@@ -94,11 +90,7 @@ class Job:
                 os.kill(process.pid, number)
 
     def kill(self, *, loaders: bool = True) -> list[int]:
-        """Send SIGKILL to whatever is left; answers with the exit codes.
-
-        Loader processes notice by themselves that their training is gone, seconds later, unless
-        they are killed with it.
-        """
+        """Send SIGKILL to what is left; loaders that are spared notice it by themselves later."""
         for process in self.processes:
             process.kill()
             if loaders:
@@ -107,11 +99,7 @@ class Job:
         return self.wait()
 
     def wait(self) -> list[int]:
-        """The exit codes of all processes.
-
-        Raises:
-            AssertionError: They do not end.
-        """
+        """The exit codes of all processes."""
         until = time.monotonic() + LIMIT
         for process in self.processes:
             process.join(max(until - time.monotonic(), 0.0))
@@ -128,11 +116,7 @@ class Job:
 
 
 def complete(target: Callable[..., int | None], *arguments: Any, log: Path, **options: Any) -> str:
-    """Let a job run to its end; answers with what it wrote.
-
-    Raises:
-        AssertionError: An exit code is not 0.
-    """
+    """Let a job run to its end; answers with what it wrote."""
     with Job(target, *arguments, log=log, **options) as job:
         codes = job.wait()
     assert not any(codes), f"exit codes {codes}:\n{job.said()}"
@@ -197,9 +181,6 @@ def train(
     """Train in this process.
 
     Args:
-        config: Settings.
-        out: The run folder.
-        resume: Continue what is there.
         record: A folder that gets a file a process, with a line for what each micro-batch held.
         signals: Step before which a process sends itself SIGTERM, and which process does.
     """

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.training.runs import ON_CPU, SIZES
 from vit.config import Config
 from vit.config.setting_layers import make_config
 
@@ -36,27 +37,10 @@ def tiny_config(colour_data: Path) -> Callable[..., Config]:
     """Settings of a run of two blocks, with every random part of training switched on."""
 
     def build(**changes: Any) -> Config:
-        tiny = {
-            "data": str(colour_data),
-            "image_size": 16,
-            "patch_size": 8,
-            "dim": 16,
-            "depth": 2,
-            "num_heads": 2,
-            "dropout": 0.1,
-            "drop_path": 0.1,
-            "epochs": 3,
-            "batch_size": 12,
-            "lr": 3e-3,
-            "warmup_epochs": 1,
-            "mixup": 0.2,
-            "cutmix": 1.0,
-            "ema": 0.9,
-            "precision": "fp32",
-            "device": "cpu",
-            "workers": 0,
-        }
-        return make_config({**tiny, **changes})
+        usual = {"data": str(colour_data), **SIZES, **ON_CPU, "epochs": 3, "lr": 3e-3}
+        usual |= {"warmup_epochs": 1, "dropout": 0.1, "drop_path": 0.1}
+        usual |= {"mixup": 0.2, "cutmix": 1.0, "ema": 0.9}
+        return make_config({**usual, **changes})
 
     return build
 
@@ -87,3 +71,28 @@ def caption_data(colour_data: Path, tmp_path_factory: pytest.TempPathFactory) ->
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (root / split / "metadata.jsonl").write_text(text)
     return root
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of landscape images in colours and portraits in grey, two classes."""
+    random = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            shape = (60, 90, 3) if number % 2 else (90, 60)
+            pixels = random.integers(0, 255, shape).astype(np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture(scope="session")
+def caption_config(caption_data: Path, tiny_config: Callable[..., Config]) -> Callable[..., Config]:
+    """Settings of a tiny captioner, with every random part of training switched on."""
+
+    def build(**changes: Any) -> Config:
+        captions = {"data": str(caption_data), "task": "caption", "mixup": 0.0, "cutmix": 0.0}
+        decoder = {"decoder_depth": 2, "decoder_drop_path": 0.1, "caption_dropout": 0.1}
+        return tiny_config(**{**captions, **decoder, **changes})
+
+    return build

@@ -21,11 +21,7 @@ CANNOT = 77
 
 
 def mount(place: Path) -> None:
-    """Put an empty disk of SIZE bytes at `place`.
-
-    Raises:
-        OSError: This machine does not let us.
-    """
+    """Put an empty disk of SIZE bytes at `place`, if this machine lets us."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", NEW_MOUNTS if user == 0 else NEW_MOUNTS | NEW_USER)
     if user != 0:  # who is root only in a world of its own must say whom that is outside
@@ -65,11 +61,8 @@ def full(words: list[str], place: Path, kept: Path, step: int, left: int, saved:
     """Train on a disk that gets full; make room, and resume.
 
     Args:
-        words: The command line; its run folder is `place / "run"`.
-        place: Where the disk is to be.
         kept: Gets copies of the run folder, `stopped` and `ended`, and the exit codes.
-        step: The disk gets full before this one.
-        left: Bytes that stay free.
+        step: The disk gets full before this one, but for the bytes `left`.
         saved: Number of checkpoints that are written by then, one a step.
     """
     at = [step]

@@ -7,21 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.training.runs import SIZES
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
 from vit.training.activation_checkpointing import recompute_blocks
 
-NETWORK = ModelConfig(
-    image_size=32,
-    patch_size=8,
-    dim=32,
-    depth=2,
-    num_heads=4,
-    num_classes=5,
-    dropout=0.2,
-    attention_dropout=0.1,
-    drop_path=0.3,
-)
+RANDOM = {"dropout": 0.2, "attention_dropout": 0.1, "drop_path": 0.3}
+NETWORK = ModelConfig(**{**SIZES, "image_size": 32, "dim": 32}, **RANDOM, num_classes=5)
 
 
 def trained(config: ModelConfig, backend: str | None, *, recompute: bool) -> dict[str, Tensor]:

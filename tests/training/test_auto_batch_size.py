@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.training.children import complete
+from tests.training.runs import SIZES
 from vit.config import ModelConfig, RunConfig
 from vit.config.setting_layers import make_config, read_settings, write_settings
 from vit.errors import RunError
@@ -50,16 +51,6 @@ def accelerator(tiny_config):
     return make_accelerator(tiny_config().run)
 
 
-def trial_with_room_for(most: int, tried: list[int]):
-    def trial(size: int) -> float:
-        tried.append(size)
-        if size > most:
-            raise full()
-        return float(size)
-
-    return trial
-
-
 @pytest.mark.parametrize(
     ("share", "pairs", "sizes"),
     [
@@ -75,18 +66,21 @@ def test_micro_batches_split_evenly_and_keep_pairs(share, pairs, sizes):
     assert micro_batch_sizes(share, pairs=pairs) == sizes
 
 
-@pytest.mark.parametrize(("most", "found"), [(100, 12), (12, 12), (11, 6), (5, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("most", "found"), [(100, 12), (12, 12), (11, 6), (5, 4), (3, 2), (1, None)]
+)
 def test_the_search_takes_the_largest_that_fits(accelerator, most, found):
     tried: list[int] = []
-    result = largest_that_fits([12, 6, 4, 2], trial_with_room_for(most, tried), accelerator)
-    assert result == (found, found)
-    assert tried == [size for size in [12, 6, 4, 2] if size >= found]
 
+    def trial(size: int) -> float:
+        tried.append(size)
+        if size > most:
+            raise full()
+        return float(size)
 
-def test_the_search_finds_nothing_if_no_size_fits(accelerator):
-    tried: list[int] = []
-    assert largest_that_fits([12, 2], trial_with_room_for(1, tried), accelerator) is None
-    assert tried == [12, 2]
+    result = largest_that_fits([12, 6, 4, 2], trial, accelerator)
+    assert result == (None if found is None else (found, found))
+    assert tried == [size for size in [12, 6, 4, 2] if size >= (found or 0)]
 
 
 def test_an_error_other_than_full_memory_is_raised(accelerator):
@@ -141,12 +135,7 @@ def test_memory_is_free_again_after_a_trial_that_filled_it(tiny_config, accelera
     ("size", "patch", "batch", "note"),
     [
         (2048, 16, 4, None),
-        (
-            20_000,
-            16,
-            4,
-            r"image_size=20000 is 1,562,500 tokens an image: a step of 4 images takes ",
-        ),
+        (20_000, 16, 4, r"image_size=20000 is 1,562,500 tokens an image: a step of 4 images "),
         (224, 1, 1, r"is 50,176 tokens an image: a step of 1 image takes about .* [GM]iB \("),
     ],
 )
@@ -258,8 +247,7 @@ def agree(settings: Path) -> int:
 
     def gradients(*, recompute: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        sizes = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
-        network = build_classifier(ModelConfig(**sizes, num_classes=3, dropout=0.2, drop_path=0.3))
+        network = build_classifier(ModelConfig(**SIZES, num_classes=3, dropout=0.2, drop_path=0.3))
         torch.nn.init.normal_(network.head.weight)
         if recompute:
             recompute_blocks(network)

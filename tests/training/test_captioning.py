@@ -1,10 +1,11 @@
 """Captions are learned by the loop that learns classes, with all that it promises."""
 
 import dataclasses
+import functools
 import itertools
 import json
+import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModel
 
 from tests.training.children import complete, differences, seen, train
-from tests.training.runs import events
-from vit.config import Config
+from tests.training.runs import SHORT, events
 from vit.config.setting_layers import make_config, read_settings
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import train_tokenizer
@@ -39,33 +39,26 @@ from vit.weights.load_model import from_pretrained, open_pretrained
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import load_run
 
-
-@pytest.fixture
-def caption_config(caption_data: Path, tiny_config: Callable[..., Config]):
-    """Settings of a tiny captioner, with every random part of training switched on."""
-
-    def build(**changes: Any) -> Config:
-        captions = {"data": str(caption_data), "task": "caption", "mixup": 0.0, "cutmix": 0.0}
-        decoder = {"decoder_depth": 2, "decoder_drop_path": 0.1, "caption_dropout": 0.1}
-        return tiny_config(**{**captions, **decoder, **changes})
-
-    return build
-
-
 QUIET = {"dropout": 0, "drop_path": 0, "decoder_dropout": 0, "decoder_drop_path": 0}
 QUIET |= {"caption_dropout": 0, "ema": 0}
+FEW: dict[str, Any] = {**SHORT, "batch_size": 8}
 
 
-def test_a_captioner_learns_to_say_what_it_sees(caption_config, tmp_path):
+@pytest.fixture(scope="module")
+def learned(caption_config, tmp_path_factory):
+    """A finished training of a captioner, which has learned; its folder is not to be written to."""
     config = caption_config(**QUIET, epochs=25, smoothing=0, min_crop=1, lr=1e-2)
-    result = train_here(config, tmp_path / "run")
-    last = events(tmp_path / "run")[-1]
+    return train_here(config, tmp_path_factory.mktemp("learned") / "run")
+
+
+def test_a_captioner_learns_to_say_what_it_sees(learned):
+    last = events(learned.folder)[-1]
     assert last["val_exact"] == 1.0
     assert last["val_captioned"] == last["val_images"]
     assert last["val_loss_shuffled"] > 2 * last["val_loss"]
-    assert result.scores["exact"] == 1.0
-    assert result.val_top1 is None
-    loaded = load_run(tmp_path / "run")
+    assert learned.scores["exact"] == 1.0
+    assert learned.val_top1 is None
+    loaded = load_run(learned.folder)
     assert isinstance(loaded.model, Captioner)
     assert loaded.model.num_classes == 0
     assert loaded.tokenizer.encode(["a red thing"])
@@ -137,7 +130,9 @@ def words(caption_data):
         for number in range(5)
     ]
     tokenizer = train_tokenizer([c for s in samples for c in s.captions])
-    return samples, tokenizer, CaptionIds([s.captions for s in samples], tokenizer, 64)
+    ids = CaptionIds([s.captions for s in samples], tokenizer, 64)
+    prepared = ConstantTransform(Preprocessing.from_config(make_config({}).data, 16))
+    return samples, tokenizer, functools.partial(ImageDataset, samples, prepared, caption_ids=ids)
 
 
 def spoken(tokenizer, rows) -> list[str]:
@@ -145,15 +140,13 @@ def spoken(tokenizer, rows) -> list[str]:
 
 
 def test_an_epoch_draws_a_caption_by_its_counters(words):
-    samples, tokenizer, ids = words
-    prepared = ConstantTransform(Preprocessing.from_config(make_config({}).data, 16))
+    samples, tokenizer, dataset = words
     drawn = []
     for epoch in range(20):
         keys = [SampleKey(epoch, sample, 0, pass_index=epoch) for sample in range(5)]
-        dataset = ImageDataset(samples, prepared, seed=3, caption_ids=ids)
-        said = spoken(tokenizer, dataset.__getitems__(keys).caption_ids)
+        said = spoken(tokenizer, dataset(seed=3).__getitems__(keys).caption_ids)
         assert all(text in sample.captions for text, sample in zip(said, samples, strict=True))
-        again = ImageDataset(samples, prepared, seed=3, caption_ids=ids).__getitems__(keys[::-1])
+        again = dataset(seed=3).__getitems__(keys[::-1])
         assert spoken(tokenizer, again.caption_ids) == said[::-1]
         assert again.mismatched_ids is None
         drawn.append(said)
@@ -163,13 +156,8 @@ def test_an_epoch_draws_a_caption_by_its_counters(words):
 
 
 def test_validation_pairs_each_caption_once_with_another_image(words):
-    samples, tokenizer, ids = words
-    dataset = ImageDataset(
-        samples,
-        ConstantTransform(Preprocessing.from_config(make_config({}).data, 16)),
-        caption_ids=ids,
-    )
-    batch = dataset.__getitems__([SampleKey(0, sample, 0) for sample in range(5)])
+    _, tokenizer, dataset = words
+    batch = dataset().__getitems__([SampleKey(0, sample, 0) for sample in range(5)])
     assert spoken(tokenizer, batch.caption_ids) == [f"{number} one" for number in range(5)]
     own, others = spoken(tokenizer, batch.caption_ids), spoken(tokenizer, batch.mismatched_ids)
     assert sorted(others) == sorted(own)
@@ -206,76 +194,45 @@ def test_a_frozen_encoder_stays_and_a_slow_one_is_slow(caption_config, colour_ru
             if name in after
         }
 
-    frozen = moved(method="linear", epochs=1, warmup_epochs=0)
+    frozen = moved(method="linear", **SHORT)
     assert len(frozen) > 20
     assert set(frozen.values()) == {0.0}
-    slow = moved(encoder_lr=1e-6, epochs=1, warmup_epochs=0, optimizer="adamw")
+    slow = moved(encoder_lr=1e-6, **SHORT, optimizer="adamw")
     assert 0 < max(slow.values()) < 1e-4
-    fast = moved(encoder_lr=1e-3, epochs=1, warmup_epochs=0, optimizer="adamw")
+    fast = moved(encoder_lr=1e-3, **SHORT, optimizer="adamw")
     assert max(fast.values()) > 1e-4
 
 
-@pytest.fixture(scope="session")
-def colour_run(tmp_path_factory, caption_data) -> Path:
+@pytest.fixture(scope="module")
+def colour_run(tmp_path_factory, caption_data, tiny_config) -> Path:
     """A classifier of the colours, whose pooling norms what it pooled."""
     out = tmp_path_factory.mktemp("run") / "classes"
-    config = make_config(
-        {
-            "data": str(caption_data),
-            "image_size": 16,
-            "patch_size": 8,
-            "dim": 16,
-            "depth": 2,
-            "num_heads": 2,
-            "epochs": 1,
-            "batch_size": 12,
-            "workers": 0,
-            "pooling": "mean",
-            "precision": "fp32",
-            "device": "cpu",
-            "warmup_epochs": 0,
-        }
-    )
-    train_here(config, out)
-    return out
+    return train_here(tiny_config(**SHORT, data=str(caption_data), pooling="mean"), out).folder
 
 
 def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
-    caption_config, tmp_path, capsys
+    learned, caption_config, tmp_path, capsys
 ):
-    first = train_here(caption_config(epochs=2), tmp_path / "first").folder
-    train_here(caption_config(epochs=1, warmup_epochs=0, weights=str(first)), tmp_path / "more")
+    first = learned.folder
+    train_here(caption_config(**SHORT, weights=str(first)), tmp_path / "more")
     assert "decoder initialised from the pretrained weights" in capsys.readouterr().err
-    tokenizers = [(tmp_path / n / "tokenizer.json").read_bytes() for n in ("first", "more")]
+    tokenizers = [(run / "tokenizer.json").read_bytes() for run in (first, tmp_path / "more")]
     assert tokenizers[0] == tokenizers[1]
     words = tmp_path / "words.json"
     words.write_text(train_tokenizer(["other words", "other words"]).to_json(), encoding="utf-8")
-    other = caption_config(epochs=1, warmup_epochs=0, weights=str(first), tokenizer=str(words))
+    other = caption_config(**SHORT, weights=str(first), tokenizer=str(words))
     train_here(other, tmp_path / "other")
     assert "decoder reinitialised" in capsys.readouterr().err
-    classify = caption_config(
-        task="classify",
-        epochs=1,
-        warmup_epochs=0,
-        weights=str(first),
-        method="full",
-        probe_first=False,
-        decoder_depth=4,
-        decoder_drop_path=0,
-        caption_dropout=0,
-        hflip=0.5,
-        min_crop=0.08,
-    )
-    result = train_here(classify, tmp_path / "classes")
-    assert result.val_top1 is not None
+    unread = {"decoder_depth": 4, "decoder_drop_path": 0, "caption_dropout": 0}
+    photos = {"hflip": 0.5, "min_crop": 0.08, "method": "full", "probe_first": False}
+    classify = caption_config(**SHORT, task="classify", weights=str(first), **unread, **photos)
+    assert train_here(classify, tmp_path / "classes").val_top1 is not None
 
 
-def test_the_encoder_of_a_captioner_opens_in_other_libraries(caption_config, tmp_path):
-    run = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "run").folder
-    images = torch.randn(2, 3, 16, 16)
-    network = load_run(run).model
+def test_the_encoder_of_a_captioner_opens_in_other_libraries(learned, tmp_path):
+    run, images = learned.folder, torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        _, memory = network.encode_images(images)
+        _, memory = load_run(run).model.encode_images(images)
     _, lines = convert(run, "timm", tmp_path / "timm")
     assert "note: only the encoder is written: the decoder has no place in that folder" in lines
     theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
@@ -288,8 +245,8 @@ def test_the_encoder_of_a_captioner_opens_in_other_libraries(caption_config, tmp
     torch.testing.assert_close(found, memory, atol=1e-5, rtol=0)
 
 
-def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_path):
-    run = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "run").folder
+def test_from_pretrained_gives_the_captioner_or_its_encoder(learned):
+    run = learned.folder
     whole = from_pretrained(run, notify=None)
     assert isinstance(whole, Captioner)
     images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[1, 2], [1, 3]])
@@ -302,9 +259,10 @@ def test_from_pretrained_gives_the_captioner_or_its_encoder(caption_config, tmp_
 
 
 @pytest.mark.slow
-def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_config, tmp_path):
-    first = train_here(caption_config(epochs=1, warmup_epochs=0), tmp_path / "first").folder
-    more = caption_config(epochs=1, warmup_epochs=0, weights=str(first), seed=3)
+def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(
+    learned, caption_config, tmp_path
+):
+    more = caption_config(**SHORT, weights=str(learned.folder), seed=3)
     train_here(more, tmp_path / "more")
     stored = read_settings(tmp_path / "more/config.yaml")
     train_here(make_config(stored), tmp_path / "again")
@@ -313,14 +271,14 @@ def test_a_finished_run_on_a_captioner_is_repeated_by_its_own_settings(caption_c
         assert (tmp_path / "again" / name).read_bytes() == whole, name
 
 
-def test_weights_of_a_decoder_are_not_taken_for_other_words(caption_config, tmp_path):
-    given = {"vocab_size": 262, "caption_tokens": 100, "epochs": 1, "warmup_epochs": 0}
-    source = open_pretrained(train_here(caption_config(**given), tmp_path / "first").folder)
+def test_weights_of_a_decoder_are_not_taken_for_other_words(learned, caption_config):
+    source = open_pretrained(learned.folder)
     assert source.decoder is not None
-    texts = [f"quite other words {number % 3}" for number in range(24)]
-    other = train_tokenizer(texts, vocab_size=262)
-    assert other.size == source.decoder.tokenizer.size
-    config = dataclasses.replace(caption_config(**given), decoder=source.decoder.config)
+    texts = [f"altogether different sentences of many letters {n}" for n in range(24)]
+    size = source.decoder.tokenizer.size
+    other = train_tokenizer(texts, vocab_size=size)
+    assert other.size == size
+    config = dataclasses.replace(caption_config(), decoder=source.decoder.config)
     said: list[str] = []
     assert decoder_weights(source, config, other, said.append) == {}
     assert "decoder reinitialised" in said[0]
@@ -331,7 +289,7 @@ def test_weights_of_a_decoder_are_not_taken_for_other_words(caption_config, tmp_
 def test_whole_micro_batches_that_cannot_be_read_are_left_out(caption_config, list_of, tmp_path):
     data = list_of([["a thing"]] * 16)
     config = caption_config(
-        **{**SHORT, "accumulate": 8}, data=str(data), on_bad_image="skip", val_share=0.25
+        **FEW, accumulate=8, data=str(data), on_bad_image="skip", val_share=0.25
     )
     held = {path.name for path in data.glob("*.png")}
     held &= {Path(sample.path).name for sample in open_data(config).val}
@@ -358,22 +316,9 @@ def test_experts_in_the_decoder_are_balanced_too(caption_config, tmp_path):
 
 
 def test_an_encoder_learns_slower_than_what_was_chosen(caption_config, colour_run, tmp_path):
-    config = caption_config(weights=str(colour_run), lr=1e-4, epochs=1, warmup_epochs=0)
-    train_here(config, tmp_path / "run")
+    train_here(caption_config(**SHORT, weights=str(colour_run), lr=1e-4), tmp_path / "run")
     stored = read_settings(tmp_path / "run/config.yaml")
     assert stored["encoder_lr"] == pytest.approx(1e-5)
-    frozen = caption_config(weights=str(colour_run), method="linear", encoder_lr=1e-3)
-    with pytest.raises(ConfigError, match=r"encoder_lr=0\.001: method=linear does not read it"):
-        train_here(frozen, tmp_path / "no")
-
-
-def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
-    train_here(caption_config(epochs=1, warmup_epochs=0, caption_tokens=6), tmp_path / "run")
-    told = capsys.readouterr().err
-    assert "left out 36 training captions and 21 of validation" in told
-    assert "caption_tokens=6" in told
-    with pytest.raises(DataError, match=r"caption_tokens=3: 72 of 72 training captions are longer"):
-        train_here(caption_config(caption_tokens=3), tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -385,9 +330,15 @@ def test_long_captions_are_left_out_and_told(caption_config, tmp_path, capsys):
         ({"pooling": "mean"}, "pooling=mean: task=caption alone has no head"),
         ({"vocab_size": 100}, "vocab_size=100"),
         ({"tokenizer": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"caption_tokens": 3}, "caption_tokens=3: 72 of 72 training captions are longer"),
+        ({"method": "linear", "encoder_lr": 1e-3}, r"encoder_lr=0\.001: method=linear does not re"),
     ],
 )
-def test_settings_that_captions_do_not_bear_are_refused(caption_config, tmp_path, changes, said):
+def test_settings_that_captions_do_not_bear_are_refused(
+    caption_config, colour_run, tmp_path, changes, said
+):
+    if changes.get("method") == "linear":
+        changes = {**changes, "weights": str(colour_run)}
     with pytest.raises((ConfigError, DataError), match=said) as caught:
         train_here(caption_config(**changes), tmp_path / "run")
     assert "\n" not in str(caught.value)
@@ -418,13 +369,10 @@ def list_of(tmp_path):
     return write
 
 
-SHORT: dict[str, Any] = {"epochs": 1, "warmup_epochs": 0, "batch_size": 8}
-
-
 def test_captions_of_any_script_one_or_twenty_an_image(caption_config, list_of, tmp_path):
     many = [f"{SCRIPTS[number % 7]} {number}" for number in range(20)]
     data = list_of([[SCRIPTS[n % 7]] if n % 2 else many for n in range(24)])
-    train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
+    train_here(caption_config(**FEW, data=str(data)), tmp_path / "run")
     tokenizer = load_run(tmp_path / "run").tokenizer
     for text in SCRIPTS:
         assert tokenizer.decode(tokenizer.encode([text])[0]) == text
@@ -436,20 +384,24 @@ def test_empty_and_endless_captions_are_left_out_and_told(
 ):
     endless = " ".join(f"word{n}" for n in range(10_000))
     said = [["a red thing"]] * 20 + [["", "a thing"], [" "], [endless, "short"], [endless]]
-    train_here(caption_config(**SHORT, data=str(list_of(said))), tmp_path / "run")
+    train_here(caption_config(**FEW, data=str(list_of(said))), tmp_path / "run")
     told = capsys.readouterr().err
     assert "2 captions, empty or repeated" in told
     assert "2 training captions and 0 of validation that are longer" in told or "1 training" in told
     assert load_run(tmp_path / "run").decoder.caption_tokens < 10
+    train_here(caption_config(**SHORT, caption_tokens=6), tmp_path / "other")
+    told = capsys.readouterr().err
+    assert "left out 36 training captions and 21 of validation" in told
+    assert "caption_tokens=6" in told
 
 
 def test_an_image_of_the_list_that_is_missing(caption_config, list_of, tmp_path, capsys):
     data = list_of([["a thing"]] * 20)
     (data / "007.png").unlink()
     with pytest.raises(BadImage, match=r"007\.png.*--on-bad-image skip") as caught:
-        train_here(caption_config(**SHORT, data=str(data)), tmp_path / "run")
+        train_here(caption_config(**FEW, data=str(data)), tmp_path / "run")
     assert "\n" not in str(caught.value)
-    config = caption_config(**SHORT, data=str(data), on_bad_image="skip")
+    config = caption_config(**FEW, data=str(data), on_bad_image="skip")
     result = train_here(config, tmp_path / "run")
     assert [Path(name).name for name in result.failed] == ["007.png"]
 
@@ -462,7 +414,7 @@ def test_held_out_images_are_known_whichever_folder_names_them(caption_config, t
         Image.new("RGB", (18, 20), (number * 12, 9, 99)).save(photos / f"{number}.png")
         rows.append(f"{number}.png,a thing")
     (tmp_path / "list.csv").write_text("\n".join(rows))
-    data = {"data": str(tmp_path / "list.csv"), **SHORT}
+    data = {"data": str(tmp_path / "list.csv"), **FEW}
     for images, other in ((str(photos), None), (None, str(photos))):
         run = train_here(caption_config(**data, images=images), tmp_path / f"run {images is None}")
         for asked in (images, other):
@@ -476,9 +428,8 @@ def test_a_decoder_that_does_not_look_is_named_after_a_third_of_the_run():
     blind = {**seeing, "val_loss_shuffled": 1.005}
     warning = Captioning().warning
     assert warning(seeing, config) is None
-    assert warning({**blind, "epoch": 2}, config) is None
-    assert warning({**blind, "val_images": 1}, config) is None
-    assert warning({**blind, "val_exact": 1.0}, config) is None
+    for change in ({"epoch": 2}, {"val_images": 1}, {"val_exact": 1.0}):
+        assert warning({**blind, **change}, config) is None
     assert warning({**blind, "val_exact": 0.9}, config) is not None
     note = warning(blind, config)
     assert "ignores the images" in note
@@ -486,17 +437,13 @@ def test_a_decoder_that_does_not_look_is_named_after_a_third_of_the_run():
         "start from a trained encoder with --weights SOURCE; hide words with --caption-dropout "
         "0.3; train longer with --epochs 18"
     )
+    # what the run does already is no advice
+    settings = {"task": "caption", "epochs": 9, "caption_dropout": 0.3, "weights": "runs/encoder"}
+    note = warning(blind, make_config(settings))
+    assert not re.search("--caption-dropout|--weights", note)
+    assert note.endswith("; train longer with --epochs 18")
     both = {**seeing, "val_loss": 3.0, "val_caption_loss": 1.0}
     assert CaptioningWithClasses().warning(both, config) is None
-
-
-def test_the_advice_for_a_blind_decoder_leaves_out_what_the_run_does_already():
-    blind = {"epoch": 9, "val_loss": 1.0, "val_loss_shuffled": 1.0}
-    settings = {"task": "caption", "epochs": 9, "caption_dropout": 0.3, "weights": "runs/encoder"}
-    note = Captioning().warning(blind, make_config(settings))
-    assert "--caption-dropout" not in note
-    assert "--weights" not in note
-    assert note.endswith("; train longer with --epochs 18")
 
 
 def test_better_is_cider_then_loss_and_the_loss_alone_for_both_tasks():

@@ -48,14 +48,12 @@ def test_the_weighted_loss_equals_torchs(batch):
     logits, labels, targets = batch
     weights = ClassBalance("loss", COUNTS).weights
     expected = F.cross_entropy(logits, labels, weight=weights, reduction="sum")
-    assert weighted_cross_entropy(logits, targets, weights, smoothing=0.0) == pytest.approx(
-        expected
-    )
+    found = weighted_cross_entropy(logits, targets, weights, smoothing=0.0)
+    assert found == pytest.approx(expected)
     each = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
     expected = (each * weights[labels]).sum()
-    assert weighted_cross_entropy(logits, targets, weights, smoothing=0.1) == pytest.approx(
-        expected
-    )
+    found = weighted_cross_entropy(logits, targets, weights, smoothing=0.1)
+    assert found == pytest.approx(expected)
 
 
 def test_a_mixture_is_weighted_by_the_shares_of_its_classes(batch):
@@ -67,9 +65,8 @@ def test_a_mixture_is_weighted_by_the_shares_of_its_classes(batch):
         for some in (targets, targets.flip(0))
     ]
     expected = 0.3 * parts[0] + 0.7 * parts[1]
-    assert weighted_cross_entropy(logits, mixture, weights, smoothing=0.1) == pytest.approx(
-        expected
-    )
+    found = weighted_cross_entropy(logits, mixture, weights, smoothing=0.1)
+    assert found == pytest.approx(expected)
 
 
 def test_adjusted_logits_are_those_of_the_paper_and_answers_stay_plain(batch):
@@ -77,14 +74,12 @@ def test_adjusted_logits_are_those_of_the_paper_and_answers_stay_plain(batch):
     prior = ClassBalance("logit-adjust", COUNTS).prior
     assert prior.tolist() == pytest.approx([12 / 22, 3 / 22, 1 / 22, 6 / 22])
     expected = F.cross_entropy(logits + prior.log(), labels, reduction="sum")
-    assert logit_adjusted_cross_entropy(logits, targets, prior, smoothing=0.0) == pytest.approx(
-        expected
-    )
+    found = logit_adjusted_cross_entropy(logits, targets, prior, smoothing=0.0)
+    assert found == pytest.approx(expected)
     smoothed = 0.9 * targets + 0.1 * prior
     expected = F.cross_entropy(logits + prior.log(), smoothed, reduction="sum")
-    assert logit_adjusted_cross_entropy(logits, targets, prior, smoothing=0.1) == pytest.approx(
-        expected
-    )
+    found = logit_adjusted_cross_entropy(logits, targets, prior, smoothing=0.1)
+    assert found == pytest.approx(expected)
     blind = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     logit_adjusted_cross_entropy(blind, prior[None], prior, smoothing=0.1).backward()
     assert blind.grad.abs().max() < 1e-12  # an image of all classes prefers none
@@ -127,9 +122,7 @@ def test_a_tally_is_exact_in_any_parts_and_leaves_out_classes_without_images(mon
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(21, 4, generator=generator)
     monkeypatch.setattr("vit.tasks.classification.forward", lambda _run, images: images)
-    run = SimpleNamespace(
-        dtype=torch.float32, config=SimpleNamespace(training=SimpleNamespace(balance="none"))
-    )
+    run = SimpleNamespace(dtype=torch.float32, config=make_config({}))
     sums = []
     for size in (21, 4):
         tally = ClassTally(4)
@@ -157,8 +150,7 @@ def test_an_event_says_by_what_the_best_epoch_is_chosen():
 def test_a_balanced_training_chooses_by_balanced_accuracy(
     tiny_config, colour_data, tmp_path, balance, capsys
 ):
-    data = tmp_path / "data"
-    shutil.copytree(colour_data, data)
+    data = shutil.copytree(colour_data, tmp_path / "data")
     for number in range(2, 12):
         (data / f"train/red/{number}.png").unlink()
     config = tiny_config(data=str(data), epochs=3, batch_size=8, balance=balance)

@@ -14,6 +14,7 @@ from PIL import Image
 from scipy import stats
 
 import vit
+from tests.training.runs import equal_models
 from vit.commands.main import main
 from vit.config.collect_settings import collect_settings
 from vit.config.setting_layers import make_config
@@ -43,12 +44,20 @@ def measured(folder):
     return {"count": len(record["val"]), "top1": record["fold"] / 10, "loss": 1.0, "per_class": []}
 
 
+def stopping(_folder):
+    raise KeyboardInterrupt
+
+
+def held_out(run):
+    """The names of the validation images of a run."""
+    return json.loads((run / "split.json").read_text())["val"]
+
+
 def test_each_fold_is_a_run_folder(config, tmp_path):
     out = tmp_path / "all"
     record = train_folds(config(), out, measure=measured)
     runs = [out / f"fold-{n}" for n in (1, 2, 3)]
-    held = [json.loads((run / "split.json").read_text())["val"] for run in runs]
-    assert sorted(name for names in held for name in names) == sorted(
+    assert sorted(name for run in runs for name in held_out(run)) == sorted(
         f"{colour}/{n}.png" for colour in ("blue", "green", "red") for n in range(12)
     )
     assert all((run / "model.safetensors").is_file() for run in runs)
@@ -58,10 +67,7 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     assert written["mean"] == pytest.approx({"top1": 0.2, "loss": 1.0})
     assert written["interval"]["top1"] == interval([0.1, 0.2, 0.3], share=True)
     # each is what `--fold` alone gives
-    alone = train(config(fold=2), tmp_path / "alone")
-    assert (alone.folder / "model.safetensors").read_bytes() == (
-        runs[1] / "model.safetensors"
-    ).read_bytes()
+    assert equal_models(train(config(fold=2), tmp_path / "alone").folder, runs[1])
 
 
 def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkeypatch):
@@ -100,7 +106,7 @@ def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
 
 
 def test_finished_folds_are_not_trained_again(config, tmp_path):
-    seen = []
+    seen, record = [], tmp_path / "folds.json"
 
     def stopping(folder):
         seen.append(folder.name)
@@ -115,15 +121,15 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
     with pytest.raises(ConfigError, match=r"lr=0\.1 differs from 0\.003"):
         train_folds(config(lr=0.1), tmp_path, measure=stopping, resume=True)
     before = (tmp_path / "fold-1/model.safetensors").stat().st_mtime_ns
-    record = train_folds(config(), tmp_path, measure=stopping, resume=True)
+    scores = train_folds(config(), tmp_path, measure=stopping, resume=True)["scores"]
     assert seen == ["fold-1", "fold-2", "fold-2", "fold-3"]
-    assert list(record["scores"]) == ["1", "2", "3"]
+    assert list(scores) == ["1", "2", "3"]
     assert (tmp_path / "fold-1/model.safetensors").stat().st_mtime_ns == before
-    recorded = json.loads((tmp_path / "folds.json").read_text())
+    recorded = json.loads(record.read_text())
     recorded["settings"]["randaugment_layers"] = 2  # of a file with all settings, without effect
-    (tmp_path / "folds.json").write_text(json.dumps(recorded))
+    record.write_text(json.dumps(recorded))
     assert train_folds(config(), tmp_path, measure=stopping, resume=True)["scores"]
-    (tmp_path / "folds.json").write_text("{")
+    record.write_text("{")
     with pytest.raises(RunError, match=r"folds\.json is damaged"):
         train_folds(config(), tmp_path, measure=stopping, resume=True)
 
@@ -146,10 +152,6 @@ def test_overwriting_leaves_no_fold_of_the_command_before(config, tiny_config, t
         assert {path for path in tmp_path.rglob("*") if path.name != ".lock"} == before
         (tmp_path / "fold-2/thesis.txt").unlink(missing_ok=True)
         before.discard(tmp_path / "fold-2/thesis.txt")
-
-    def stopping(_folder):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         train_folds(config(folds=2), tmp_path, measure=stopping, overwrite=True)
     names = {path.name for path in tmp_path.iterdir()}
@@ -189,38 +191,34 @@ def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_pa
     assert {**first, "fold": 2} == second
 
 
-def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match="time=5m: it would be that of each fold; leave --time"):
-        train_folds(config(time="5m"), tmp_path / "a", measure=measured)
-    with pytest.raises(ConfigError, match="the data have validation images"):
-        train_folds(tiny_config(**SETTINGS), tmp_path / "c", measure=measured)
+def test_what_is_not_for_folds_is_refused(config, tiny_config, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="a run trains one fold"):
-        train(config(), tmp_path / "d")
+        train(config(), tmp_path / "new")
     with pytest.raises(ConfigError, match=r"val_share=0\.3: folds=3 does not read it; folds=none"):
         tiny_config(**SETTINGS, val_share=0.3)
     with pytest.raises(ConfigError, match="fold=4: must be from 1 to folds=3"):
         config(fold=4)
+    with pytest.raises(ConfigError, match="no data given"):
+        vit.cross_validate({"folds": 3}, tmp_path / "new")
+    # before a plan measures anything
+    monkeypatch.setattr(cross_validation, "resolve_plan", lambda *_: pytest.fail("planned"))
+    for settings in (config(time="5m"), {"data": "digits", "folds": 3, "time": "5m"}):
+        with pytest.raises(ConfigError, match="time=5m: it would be that of each fold; leave --ti"):
+            train_folds(settings, tmp_path / "new", measure=measured)
 
 
-def test_a_time_of_folds_is_refused_before_a_plan_measures_anything(tmp_path, monkeypatch):
-    def measuring(*_args: object) -> None:
-        raise AssertionError("a plan was made")
-
-    monkeypatch.setattr("vit.training.cross_validation.resolve_plan", measuring)
-    settings = {"data": "digits", "folds": 3, "time": "5m"}
-    with pytest.raises(ConfigError, match="leave --time out"):
-        train_folds(settings, tmp_path / "a", measure=measured)
-
-
-def test_a_refused_cross_validation_leaves_nothing_behind(config, tiny_config, tmp_path):
+def test_a_refused_cross_validation_leaves_nothing_behind(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match="the data have validation images"):
         train_folds(tiny_config(**SETTINGS), tmp_path / "new", measure=measured)
     assert not (tmp_path / "new").exists()
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old/folds.json").write_text("{}")
+    record = {"folds": 2, "settings": {"data": "x", "folds": 2}, "planned": {}, "scores": {}}
+    (tmp_path / "folds.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="the data have validation images"):
-        train_folds(tiny_config(**SETTINGS), tmp_path / "old", measure=measured, overwrite=True)
-    assert (tmp_path / "old/folds.json").read_text() == "{}"
+        train_folds(tiny_config(**SETTINGS), tmp_path, measure=measured, overwrite=True)
+    config = tiny_config(weights="auto", folds=2)
+    with pytest.raises(ConfigError, match="began without pretrained weights; leave --weights out"):
+        train_folds(config, tmp_path, measure=measured, resume=True)
+    assert json.loads((tmp_path / "folds.json").read_text()) == record
 
 
 @pytest.mark.auto_precision
@@ -235,35 +233,38 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     shutil.copytree(colour_data / "val", data / "test")
     assert main(["train", str(data), "--out", out, *flags]) == 0
     printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[1:]] == [
-        *("fold", "fold", "mean", "95%", "(95%"),
-    ]
+    first = [line.split()[0] for line in printed.splitlines()[1:]]
+    assert first == ["fold", "fold", "mean", "95%", "(95%"]
     assert "Nadeau and Bengio" in printed
-    mean = json.loads((tmp_path / "folds.json").read_text())["mean"]
+    assert not (tmp_path / "soup").exists()  # from scratch, they make no network
+    record = json.loads((tmp_path / "folds.json").read_text())
+    mean, scores = record["mean"], record["scores"]
     (line,) = (line for line in printed.splitlines() if line.startswith("mean"))
-    assert line.split()[1:] == [
-        *(f"{mean[name]:.2%}" for name in ("top1", "balanced_accuracy")),
-        f"{mean['loss']:.4f}",
-    ]
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    shares = [f"{mean[name]:.2%}" for name in ("top1", "balanced_accuracy")]
+    assert line.split()[1:] == [*shares, f"{mean['loss']:.4f}"]
+    stored = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "fold-1/rows.jsonl").unlink()  # a kill after its training
     assert main(["train", "--resume", "--out", out]) == 0
     again = capsys.readouterr()
     assert again.out == printed
     assert f"label errors: {len(suspects(tmp_path))} of 36 images are suspected" in again.err
-    assert rows == [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert "fold 2 of 2 is finished" in again.err
+    assert (tmp_path / "rows.jsonl").read_text() == stored
     record = vit.cross_validate(out=out, resume=True)
     assert (record["mean"], record["failed"]) == (mean, {})
     with pytest.raises(ConfigError, match="folds is missing: give the number of folds"):
         vit.cross_validate(data, tmp_path / "new", epochs=1)
     # every image has a row, by the fold that held it out
-    where = {row["image"]: row["fold"] for row in rows}
-    for fold in (1, 2):
-        held = json.loads((tmp_path / f"fold-{fold}/split.json").read_text())["val"]
-        assert {str(data / name) for name in held} == {n for n in where if where[n] == fold}
-    scores = json.loads((tmp_path / "folds.json").read_text())["scores"]
-    right = [row["predictions"][0]["label"] == row["label"] for row in rows if row["fold"] == 1]
-    assert sum(right) / len(right) == scores["1"]["top1"]
+    rows = [*map(json.loads, stored.splitlines())]
+    sides = [held_out(tmp_path / f"fold-{fold}") for fold in (1, 2)]
+    for fold, side in enumerate(sides, 1):
+        own = [row for row in rows if row["fold"] == fold]
+        assert {str(data / name) for name in side} == {row["image"] for row in own}
+        right = [row["predictions"][0]["label"] == row["label"] for row in own]
+        assert sum(right) / len(right) == scores[str(fold)]["top1"]
+        assert scores[str(fold)]["count"] == len(side)
+    numbers = [{name.rsplit("/", 1)[1] for name in side} for side in sides]
+    assert not numbers[0] & numbers[1]
     # the suspected labels are shown by the check, too
     found = tmp_path / "found.json"
     words = ["check", str(data), "--rows", str(tmp_path / "rows.jsonl"), "--json", str(found)]
@@ -272,12 +273,6 @@ def test_the_command_prints_all_folds(config, colour_data, tmp_path, capsys):
     listed = [one["image"] for one in problems if one["kind"] == "suspected_label"]
     assert listed == suspects(tmp_path)
     assert "21 of 57 images have no row" in capsys.readouterr().err
-    assert "fold 2 of 2 is finished" in again.err
-    sides = [json.loads((tmp_path / f"fold-{n}/split.json").read_text())["val"] for n in (1, 2)]
-    numbers = [{name.rsplit("/", 1)[1] for name in side} for side in sides]
-    assert not numbers[0] & numbers[1]
-    scores = json.loads((tmp_path / "folds.json").read_text())["scores"]
-    assert [scores[fold]["count"] for fold in ("1", "2")] == [*map(len, sides)]
 
 
 def suspects(folder):
@@ -405,9 +400,6 @@ def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
         train_folds(config(weights="nothing"), out, measure=measured, overwrite=True)
     assert weights.is_file()
 
-    def stopping(_folder):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         train_folds(settings, out, measure=stopping, overwrite=True)
     assert not (out / "soup").exists()
@@ -422,12 +414,6 @@ def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
     ]
 
 
-@pytest.mark.auto_precision
-def test_folds_from_scratch_make_no_network(config, tmp_path):
-    vit.cross_validate(config(folds=2), tmp_path)
-    assert not (tmp_path / "soup").exists()
-
-
 @pytest.mark.parametrize("freedom", range(1, 12))
 def test_quantiles_of_students_t_equal_scipys(freedom):
     for share in (0.6, 0.95, 0.975, 0.9995):
@@ -437,11 +423,6 @@ def test_quantiles_of_students_t_equal_scipys(freedom):
 def test_numbers_of_images_and_groups_have_no_interval():
     rows = [{"count": 90, "groups": 9.0, "top1": 0.5}, {"count": 91, "groups": 11.0, "top1": 0.7}]
     assert cross_validation.summary(rows)["interval"].keys() == {"top1"}
-
-
-def test_a_dict_without_data_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no data given"):
-        vit.cross_validate({"folds": 3}, tmp_path)
 
 
 def test_the_interval_is_that_of_nadeau_and_bengio():
@@ -469,11 +450,3 @@ def test_folds_that_do_not_differ_have_the_interval_of_all_their_images(share):
     low, high = summarized(*few[0], few[1])["top1"]
     least, most = wilson_interval(share * 72, 72)
     assert (low, high) == pytest.approx((least, most), abs=0.001)
-
-
-def test_folds_without_weights_do_not_go_on_with_chosen_ones(tiny_config, tmp_path):
-    record = {"folds": 2, "settings": {"data": "x", "folds": 2}, "planned": {}, "scores": {}}
-    (tmp_path / "folds.json").write_text(json.dumps(record))
-    config = tiny_config(weights="auto", folds=2)
-    with pytest.raises(ConfigError, match="began without pretrained weights; leave --weights out"):
-        train_folds(config, tmp_path, measure=measured, resume=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.training.runs import ON_CPU, SIZES
 from vit.config.setting_layers import make_config, read_settings
 from vit.data.image_io import MAX_PIXELS, read_image, set_max_pixels
 from vit.errors import BadImage, DataError
@@ -22,22 +23,8 @@ from vit.weights.saved_model import load_run
 CONSTANT = 0x5000
 """Upper byte of all values; with up to LARGEST in the lower one all are equal in 8 bits."""
 LARGEST = 0xCF
-SETTINGS = {
-    "image_size": 16,
-    "patch_size": 8,
-    "dim": 32,
-    "depth": 1,
-    "num_heads": 2,
-    "epochs": 8,
-    "batch_size": 16,
-    "lr": 3e-3,
-    "warmup_epochs": 1,
-    "min_crop": 1.0,
-    "device": "cpu",
-    "precision": "fp32",
-    "workers": 0,
-    "seed": 0,
-}
+SETTINGS = {**SIZES, **ON_CPU, "dim": 32, "depth": 1, "epochs": 8, "batch_size": 16, "lr": 3e-3}
+SETTINGS |= {"warmup_epochs": 1, "min_crop": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,14 @@
 """The image cache does not change a training; the number of loader processes is measured."""
 
 import dataclasses
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.training.runs import events
+from tests.training.runs import equal_models, events, signalled_at
 from vit.errors import ConfigError
-from vit.stop_signals import Interrupted
-from vit.training import final_report, loader_autotune, training_loop
+from vit.training import final_report, loader_autotune
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.show_batch import show_batch
@@ -31,37 +28,21 @@ def test_a_run_with_a_cache_repeats_exactly(tiny_config, tmp_path, capsys, min_c
     train(config, tmp_path / "two")
     assert "cache: 36 images" not in capsys.readouterr().err
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
-    assert weights[0] == weights[1]
+    assert equal_models(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize("cache", ["disk", "device"])
-def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(
-    tiny_config, tmp_path, monkeypatch, cache
-):
-    def config(workers: int):
-        folder = str(tmp_path / "cache") if cache == "disk" else None
-        return tiny_config(
-            epochs=2, cache=cache, cache_folder=folder, min_crop=0.3, workers=workers
-        )
-
-    train(config(0), tmp_path / "whole")
-    steps, original = [], training_loop.set_lr
-
-    def set_lr(optimizer, lr):
-        steps.append(lr)
-        if len(steps) == 4:  # the first of the second epoch
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(optimizer, lr)
-
-    monkeypatch.setattr(training_loop, "set_lr", set_lr)
-    with pytest.raises(Interrupted):
-        train(config(0), tmp_path / "parts")
-    train(config(2), tmp_path / "parts", resume=True)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")]
-    assert weights[0] == weights[1]
+def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(tiny_config, tmp_path, cache):
+    folder = {"cache_folder": str(tmp_path / "cache")} if cache == "disk" else {}
+    settings = {"epochs": 2, "cache": cache, "min_crop": 0.3, **folder}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(tiny_config(**settings), whole)
+    with signalled_at(4):  # the first of the second epoch
+        train(tiny_config(**settings), parts)
+    train(tiny_config(**settings, workers=2), parts, resume=True)
+    assert equal_models(whole, parts)
     with pytest.raises(ConfigError, match="cache='none' differs"):
-        train(tiny_config(epochs=2, min_crop=0.3), tmp_path / "parts", resume=True)
+        train(tiny_config(epochs=2, min_crop=0.3), parts, resume=True)
 
 
 @pytest.mark.gpu

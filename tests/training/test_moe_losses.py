@@ -124,22 +124,13 @@ def test_a_run_tells_how_its_experts_are_used(tiny_config, tmp_path):
     assert f"{epochs[best - 1]['routers'][0]['dropped']:.1%}" in report
 
 
-def test_a_dense_run_says_nothing_of_experts(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
-    assert "router" not in (tmp_path / "run/metrics.jsonl").read_text()
-    assert "experts" not in (tmp_path / "run/report.html").read_text()
-
-
 def layer(load, dropped=0.0, block=2):
     return {"block": block, "load": load, "entropy": 0.9, "dropped": dropped}
 
 
-def test_experts_that_are_used_evenly_are_not_remarked():
+def test_uneven_experts_have_one_note_with_the_remedies():
     assert expert_imbalance(()) is None
     assert expert_imbalance([layer([0.25] * 4, 0.1), layer([0.025, 0.375, 0.3, 0.3])]) is None
-
-
-def test_uneven_experts_have_one_note_with_the_remedies():
     even, poor = layer([0.25] * 4), layer([0.02, 0.38, 0.3, 0.3], block=4)
     assert expert_imbalance([even, poor]) == (
         "note: the experts are used unevenly: an expert of block 4 got 2.0% of the choices, an "

@@ -16,7 +16,15 @@ from torch.nn import functional as F
 import vit
 from tests.conftest import COLOURS, SEVERAL
 from tests.training.distributed.test_processes import launch
-from tests.training.runs import read_events
+from tests.training.runs import (
+    ON_CPU,
+    SHORT,
+    SIZES,
+    events,
+    read_events,
+    read_report,
+    signalled_at,
+)
 from vit.commands.main import main
 from vit.config.setting_layers import make_config, write_settings
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -34,16 +42,13 @@ from vit.weights import saved_model
 from vit.weights.convert import best_event, describe_score
 from vit.weights.saved_model import load_run
 
-TINY = {
-    "image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 2, "epochs": 3,
-    "batch_size": 8, "lr": 3e-3, "warmup_epochs": 1, "min_crop": 1.0, "precision": "fp32",
-    "device": "cpu", "workers": 0, "hflip": 0.0,
-}  # fmt: skip
+TINY = {"dim": 32, "batch_size": 8, "min_crop": 1.0, "hflip": 0.0, "mixup": 0.0, "cutmix": 0.0}
+TINY |= {"dropout": 0.0, "drop_path": 0.0, "ema": 0.0}
 
 
-@pytest.fixture
-def config(several_list):
-    return lambda **changes: make_config({**TINY, "data": str(several_list), **changes})
+@pytest.fixture(scope="module")
+def config(several_list, tiny_config):
+    return lambda **changes: tiny_config(**{**TINY, "data": str(several_list), **changes})
 
 
 def test_the_loss_is_torchs_and_timms():
@@ -59,30 +64,29 @@ def test_the_loss_is_torchs_and_timms():
 
 
 @pytest.fixture(scope="module")
-def trained(several_list, tmp_path_factory):
+def trained(config, tmp_path_factory):
     """A run that nobody told what its images have, with everything that mixes or averages."""
     out = tmp_path_factory.mktemp("multilabel") / "run"
-    more = {"epochs": 25, "mixup": 0.1, "cutmix": 0.1, "ema": 0.5, "keep_best": 3, "soup": True}
-    return train(make_config({**TINY, "data": str(several_list), **more}), out)
+    more = {"mixup": 0.1, "cutmix": 0.1, "ema": 0.5, "keep_best": 3, "soup": True}
+    return train(config(epochs=25, **more), out)
 
 
 @pytest.mark.auto_precision
 def test_a_list_of_several_labels_is_learned(trained, several_list):
     folder = trained.folder
     assert yaml.safe_load((folder / "config.yaml").read_text())["task"] == "multilabel"
-    events = [event for event in read_events(folder) if event["event"] == "epoch"]
-    assert {"val_loss", "val_map", "val_f1"} <= events[0].keys()
-    assert "val_top1" not in events[0]
+    epoch = events(folder)[0]
+    assert {"val_loss", "val_map", "val_f1"} <= epoch.keys()
+    assert "val_top1" not in epoch
     assert trained.scores["map"] > 0.9
     assert trained.val_top1 is None
     kept = json.loads((folder / "config.json").read_text())["vit"]["thresholds"]
     assert list(load_run(folder).thresholds) == kept
     assert len(kept) == 3
-    page = (folder / "report.html").read_text()
-    assert "mean average precision" in page
-    assert "What is taken for what" not in page
+    assert "mean average precision" in read_report(folder)
+    assert "What is taken for what" not in read_report(folder)
     scores = evaluate(folder, str(several_list), device="cpu")  # on what training held out
-    assert scores["count"] == events[0]["val_images"]
+    assert scores["count"] == epoch["val_images"]
     assert scores["map"] == pytest.approx(trained.scores["map"], abs=1e-6)
     assert [row["threshold"] for row in scores["per_class"]] == kept
 
@@ -95,92 +99,90 @@ def test_epochs_are_ranked_by_mean_average_precision():
 
 
 @pytest.mark.usefixtures("known_speed")
-def test_without_a_labelled_validation_image_the_loss_ranks_epochs(several_list, tmp_path, capsys):
+def test_without_a_labelled_validation_image_the_loss_ranks_epochs(
+    config, several_list, tmp_path, capsys
+):
     """Mean average precision is undefined there, and whatever shows it says so."""
-    folder = shutil.copytree(several_list.parent, tmp_path / "data")
+    data = shutil.copytree(several_list.parent, tmp_path / "data") / "list.csv"
     rows = [line.split(",") for line in several_list.read_text().splitlines()[1:]]
     lines = [f"{name},{labels},{'train' if labels else 'val'}" for name, labels in rows]
-    data = folder / "list.csv"
     data.write_text("\n".join(["image,labels,split", *lines]) + "\n")
-    run = train(make_config({**TINY, "data": str(data)}), tmp_path / "run")
-    epochs = [event for event in read_events(run.folder) if event["event"] == "epoch"]
+    run = train(config(data=str(data)), tmp_path / "run")
+    epochs = events(run.folder)
     assert {(event["val_map"], event["chosen_by"]) for event in epochs} == {(None, "val_loss")}
     best = min(epochs, key=lambda event: event["val_loss"])
     assert (run.epoch, run.scores["map"]) == (best["epoch"], None)
     assert "val mAP -  F1" in capsys.readouterr().err
-    assert "<b>-</b><span>" in (run.folder / "report.html").read_text()
+    assert "<b>-</b><span>" in read_report(run.folder)
     record = read_run(run.folder, tmp_path)
     assert (record.metric, record.score) == ("val_loss", best["val_loss"])
     assert best_event(run.folder)["epoch"] == best["epoch"]
     assert describe_score(best).startswith("Loss on its validation images: 0.")
-    words = ["evaluate", str(run.folder), str(data), "--device", "cpu", "--corruptions"]
-    words += ["--precision", "fp32"]
-    words += ["--html", str(tmp_path / "page.html"), "--json", str(tmp_path / "scores.json")]
-    assert main(words) == 0
+    page, file = tmp_path / "page.html", tmp_path / "scores.json"
+    words = ["evaluate", str(run.folder), str(data), "--device", "cpu", "--precision", "fp32"]
+    assert main([*words, "--corruptions", "--html", str(page), "--json", str(file)]) == 0
     shown = capsys.readouterr().out
     assert "mAP                -\n" in shown
     assert "mean -, of images as they are -" in shown
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores = json.loads(file.read_text())
     assert (scores["map"], scores["map_interval"]) == (None, None)
     assert {scores["robustness"][name] for name in ("clean", "mean")} == {None}
-    assert "<b>-</b><span>mean average precision" in (tmp_path / "page.html").read_text()
+    assert "<b>-</b><span>mean average precision" in page.read_text()
     with pytest.raises(DataError, match="none of 4 images has a class"):
         vit.compare(run.folder, run.folder, str(data), precision="fp32")
 
 
-@pytest.mark.parametrize("name", ["task", "method"])
-def test_what_needs_one_class_an_image_is_refused(several_list, tiny_run, tmp_path, name):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "classify", **SIZES}, "task=classify: the images have several classes, or none"),
+        ({"method": "probe"}, "method=probe: a probe fits one class an image"),
+    ],
+)
+def test_what_needs_one_class_an_image_is_refused(
+    several_list, tiny_run, tmp_path, settings, message
+):
+    weights = {"weights": str(tiny_run)} if "method" in settings else {}
     asked = {"data": str(several_list), "device": "cpu", "precision": "fp32"}
-    more = {"task": {"task": "classify", **TINY}}
-    more["method"] = {"weights": str(tiny_run), "method": "probe"}
-    words = {
-        "task": "task=classify: the images have several classes, or none",
-        "method": "method=probe: a probe fits one class an image",
-    }
-    with pytest.raises(ConfigError, match=words[name]):
-        train(make_config({**asked, **more[name]}), tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        train(make_config({**asked, **weights, **settings}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_what_was_not_chosen_is_completed_and_said(config, tmp_path, capfd):
-    train(config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    train(config(**SHORT), tmp_path / "run")
     said = capfd.readouterr().err
     assert "note: images have several labels: task=multilabel" in said
     assert re.search("fewer than 5 validation images have, or lack, class .*: its", said)
     assert load_run(tmp_path / "run").thresholds == (0.5, 0.5, 0.5)
 
 
-def test_images_with_one_class_may_be_learned_so(tiny_config, tmp_path):
-    result = train(tiny_config(task="multilabel", num_classes=3, epochs=2), tmp_path / "run")
-    assert result.scores["map"] > 0
-    run = load_run(tmp_path / "run")
-    assert run.thresholds is not None
+def test_images_and_weights_of_one_class_an_image_may_be_learned_so(
+    config, tiny_config, tiny_run, tmp_path
+):
+    one_class = tiny_config(**SHORT, task="multilabel", num_classes=3)
+    tuned = make_config(
+        {**ON_CPU, **SHORT, "data": config().data.data, "weights": str(tiny_run), "batch_size": 8}
+    )
+    for number, asked in enumerate((one_class, tuned)):
+        result = train(asked, tmp_path / str(number))
+        assert result.scores["map"] > 0
+        run = load_run(result.folder)
+        assert run.classes == ("blue", "green", "red")
+        assert run.thresholds is not None
 
 
-def test_a_resumed_run_is_that_run_byte_for_byte(config, tmp_path, monkeypatch):
-    from vit.training.trainer import Trainer
-
-    asked = config(checkpoint_steps=1, ema=0.5, mixup=0.2)
+def test_a_resumed_run_is_that_run_byte_for_byte(config, tmp_path):
+    asked = config(ema=0.5, mixup=0.2)
     train(asked, tmp_path / "whole")
-    after, made = Trainer.after_step, []
-
-    def cut(self, seen):
-        after(self, seen)
-        made.append(seen)
-        if len(made) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "after_step", cut)
-    with pytest.raises(KeyboardInterrupt):
+    with signalled_at(4):
         train(asked, tmp_path / "cut")
     train(asked, tmp_path / "cut", resume=True)
     shutil.copytree(tmp_path / "cut", tmp_path / "again")
     train(asked, tmp_path / "again", resume=True)  # of a run that has ended
     for name in ("config.json", "model.safetensors", "config.yaml"):
-        for other in ("cut", "again"):
-            assert (tmp_path / other / name).read_bytes() == (
-                tmp_path / "whole" / name
-            ).read_bytes(), (other, name)
+        found = {(tmp_path / run / name).read_bytes() for run in ("whole", "cut", "again")}
+        assert len(found) == 1, name
 
 
 def test_a_kill_between_both_files_leaves_a_whole_run(several_run, tmp_path, monkeypatch):
@@ -223,30 +225,16 @@ def test_scores_are_calibrated_before_thresholds_are_chosen(several_run, tmp_pat
     decided = calibrated_activation(loaded)(logits.double()) >= torch.tensor(loaded.thresholds)
     assert torch.equal(decided, logits.double().sigmoid() >= torch.tensor(raw))
     assert "temperature" in run.lines[0]
-
-
-def test_groups_that_cannot_be_read_again_prove_nothing(several_run, tmp_path):
-    shutil.copytree(several_run, tmp_path / "run")
-    run = FakeRun(tmp_path / "run")
-    MultiLabel().finish(run)
-    assert load_run(tmp_path / "run").calibration.set_levels != (None,) * len(COVERAGES)
-    found = run.validation_logits
+    assert loaded.calibration.set_levels != (None,) * len(COVERAGES)
+    # groups that cannot be read again prove nothing
     gone = DatasetSpec(str(tmp_path / "gone.csv"), group="patient")
-    run.validation_logits = replace(found, paths=[""] * len(found.labels), data=gone)
+    run.validation_logits = replace(run.validation_logits, paths=[""] * len(labels), data=gone)
     MultiLabel().finish(run)
     calibration = load_run(tmp_path / "run").calibration
     assert (calibration.groups, calibration.threshold) == (1, None)
     assert calibration.set_levels[-1] is None
     (note,) = (line for line in run.lines if "cannot be read again" in line)
     assert "gone.csv" in note
-
-
-def test_weights_of_one_class_an_image_are_fine_tuned(config, tiny_run, tmp_path):
-    asked = config(weights=str(tiny_run), epochs=2, warmup_epochs=0)
-    train(asked, tmp_path / "run")
-    run = load_run(tmp_path / "run")
-    assert run.classes == ("blue", "green", "red")
-    assert run.thresholds is not None
 
 
 def test_f1_of_validation_is_that_of_one_half():

@@ -19,6 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.training.runs import SHORT
 from vit.config.setting_layers import make_config, read_settings
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
@@ -111,7 +112,7 @@ def test_a_run_of_a_version_that_accepted_settings_without_effect_is_read(tmp_pa
 def test_a_run_of_a_version_with_other_defaults_is_read_and_resumed(tiny_config, tmp_path):
     """config.yaml has settings of all tasks; a version may change those that a run never read."""
     folder = tmp_path / "run"
-    config = tiny_config(epochs=1, warmup_epochs=0)
+    config = tiny_config(**SHORT)
     train(config, folder, report=False)
     file = folder / "config.yaml"
     text = file.read_text()

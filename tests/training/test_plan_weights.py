@@ -4,15 +4,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
 import yaml
 from huggingface_hub import constants
-from PIL import Image
 from safetensors.torch import save_file
 
+import vit
 from tests.training.test_plan import PHOTOS, TINY
 from vit.commands.main import main
 from vit.config import ModelConfig
@@ -64,11 +63,8 @@ def test_the_list_is_permissive_and_true(weights: ListedWeights):
     if "dinov2" not in weights.name:  # whose positions here are of fewer patches
         assert millions == pytest.approx(weights.parameters, abs=0.06)
     config = unproven_config(network, size)
-    assert (config.dim, config.depth, config.patch_size) == (
-        weights.dim,
-        weights.depth,
-        weights.patch_size,
-    )
+    for name in ("dim", "depth", "patch_size"):
+        assert getattr(config, name) == getattr(weights, name)
     counted = cost_of(config, batch_size=1).flops
     assert weights.flops(size) == pytest.approx(counted, rel=0.01)
     assert weights.gflops == pytest.approx(weights.flops(size) / 1e9, abs=0.06)
@@ -189,24 +185,13 @@ def put_in_cache(**options) -> None:
     (home / "refs" / "main").write_text("0123abc")
 
 
-@pytest.fixture
-def photos(tmp_path) -> str:
-    random = np.random.default_rng(0)
-    for name in ("a", "b"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(6):
-            pixels = random.integers(0, 255, (40, 40, 3)).astype(np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.png")
-    return str(tmp_path / "photos")
-
-
 def test_the_cache_and_folders_are_seen_offline(tiny_list):
     assert find_on_disk() == {}
     put_in_cache()
     assert find_on_disk() == {AUGREG_TINY: f"timm/{AUGREG_TINY.name}"}
-
-
-def test_a_folder_as_hf_download_makes_it(tiny_list):
+    # an unfinished download is not taken, and a folder as `hf download` makes it is
+    (AUGREG_TINY.repository.cache / "snapshots" / "0123abc" / "model.safetensors").unlink()
+    assert find_on_disk() == {}
     write_timm(Path(AUGREG_TINY.name))
     assert find_on_disk() == {AUGREG_TINY: AUGREG_TINY.name}
 
@@ -216,25 +201,19 @@ def test_a_folder_under_other_terms_is_not_taken(tiny_list):
     assert find_on_disk() == {}
 
 
-def test_an_unfinished_download_is_not_taken(tiny_list):
-    put_in_cache()
-    (AUGREG_TINY.repository.cache / "snapshots" / "0123abc" / "model.safetensors").unlink()
-    assert find_on_disk() == {}
-
-
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_auto_trains_and_resumes_and_is_planned(tiny_list, photos, tmp_path, capsys):
     put_in_cache()
     source, size = f"timm/{AUGREG_TINY.name}", ["--image-size", "32"]
-    assert main(["plan", photos, "--weights", "auto", *size, "--save", "my plan.yaml"]) == 0
+    assert main(["plan", str(photos), "--weights", "auto", *size, "--save", "my plan.yaml"]) == 0
     printed = capsys.readouterr().out
     assert source in printed
     assert "Apache-2.0" in printed
     assert "train it: vit train -c 'my plan.yaml'" in printed
     assert yaml.safe_load(Path("my plan.yaml").read_text())["weights"] == source
 
-    words = ["train", photos, "--weights", "auto", *size, "-j", "0", "--epochs", "1"]
+    words = ["train", str(photos), "--weights", "auto", *size, "-j", "0", "--epochs", "1"]
     out = ["--out", str(tmp_path / "run")]
     assert main([*words, *out]) == 0
     assert f"weights=auto: {source} (Apache-2.0" in capsys.readouterr().err
@@ -255,10 +234,8 @@ def test_auto_trains_and_resumes_and_is_planned(tiny_list, photos, tmp_path, cap
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_a_short_time_fits_a_head_alone_from_python(tiny_list, photos, tmp_path):
-    import vit
-
     put_in_cache()
-    chosen = {"data": photos, "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
+    chosen = {"data": str(photos), "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
     chosen["feature_cache"] = str(tmp_path / "f")
     result = vit.train(make_config(chosen), tmp_path / "run")
     config = yaml.safe_load((result.folder / "config.yaml").read_text())
@@ -269,7 +246,7 @@ def test_a_short_time_fits_a_head_alone_from_python(tiny_list, photos, tmp_path)
 @pytest.mark.auto_precision
 @pytest.mark.parametrize("words", [["--model", "vit_tiny_patch16_224"], ["--task", "caption"]])
 def test_what_leaves_nothing_to_choose_is_refused(tiny_list, photos, capsys, words):
-    assert main(["train", photos, "--weights", "auto", *words]) == 2
+    assert main(["train", str(photos), "--weights", "auto", *words]) == 2
     assert "weights=auto chooses" in capsys.readouterr().err
 
 
@@ -350,15 +327,14 @@ def test_few_labels_are_learned_no_longer_than_they_bear():
     assert plan.passes == rules.MOST_PASSES
     assert length_of(plan) == "about 50 passes (20m has room for more epochs, which gain nothing)"
     short = dataclasses.replace(facts, seconds=12.0)
-    plan = rules.plan_after_pretraining(short, {"time": "12s"}, PRETRAINED)
-    assert not {"epochs", "time", "schedule"} & {*plan.settings}
-    own = {"time": "20m", "epoch_steps": 1000}
-    plan = rules.plan_after_pretraining(facts, own, PRETRAINED)
-    assert not {"epochs", "time"} & {*plan.settings}
-    plan = rules.plan_after_pretraining(facts, {"time": "20m"}, PRETRAINED, one_class=False)
-    assert not {"epochs", "time"} & {*plan.settings}
-    plan = rules.plan_after_pretraining(facts, {"time": "20m", "epochs": 9}, PRETRAINED)
-    assert not {"epochs", "time"} & {*plan.settings}
+    for some, given, one_class in (
+        (short, {"time": "12s"}, True),
+        (facts, {"time": "20m", "epoch_steps": 1000}, True),
+        (facts, {"time": "20m"}, False),
+        (facts, {"time": "20m", "epochs": 9}, True),
+    ):
+        plan = rules.plan_after_pretraining(some, given, PRETRAINED, one_class=one_class)
+        assert not {"epochs", "time", "schedule"} & {*plan.settings}
 
 
 @pytest.mark.parametrize(("flops", "epochs"), [(PHOTOS.flops, 50), (PHOTOS.flops / 1e4, 12)])

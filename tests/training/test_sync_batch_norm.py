@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.children import Job, command
-from tests.training.runs import read_events
+from tests.training.runs import SHORT, SIZES, read_events
 from vit.config import ModelConfig
 from vit.config.setting_layers import write_settings
 from vit.errors import BadImage
@@ -23,9 +23,7 @@ from vit.training.sync_batch_norm import (
 from vit.training.train import train
 
 STEM = {"stem": "conv", "stem_depth": 2, "num_classes": 3}
-SMALL = ModelConfig(
-    image_size=16, patch_size=8, dim=16, depth=1, num_heads=2, num_classes=3, stem="conv"
-)
+SMALL = ModelConfig(**SIZES, num_classes=3, stem="conv")
 
 
 def weights(folder):
@@ -52,15 +50,8 @@ def test_a_stop_at_a_bad_image_keeps_them(
 def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_image, batch_size):
     """With two images a step, the bad one leaves one process without any."""
     plain = {"dropout": 0, "drop_path": 0, "mixup": 0, "cutmix": 0, "precision": "fp64"}
-    config = tiny_config(
-        **STEM,
-        **plain,
-        batch_size=batch_size,
-        epochs=1,
-        warmup_epochs=0,
-        data=str(data_with_a_bad_image),
-        on_bad_image="skip",
-    )
+    plain |= {"data": str(data_with_a_bad_image), "on_bad_image": "skip"}
+    config = tiny_config(**STEM, **plain, **SHORT, batch_size=batch_size)
     train(config, tmp_path / "one")
     write_settings(tmp_path / "settings.yaml", config)
     words = ["train", "-c", str(tmp_path / "settings.yaml"), "--out", str(tmp_path / "two")]
@@ -83,7 +74,7 @@ def test_two_processes_equal_one(tiny_config, tmp_path, data_with_a_bad_image, b
 
 
 def test_the_run_answers_with_averaged_statistics(tiny_config, tmp_path):
-    config = tiny_config(**STEM, epochs=1, warmup_epochs=0)
+    config = tiny_config(**STEM, **SHORT)
     train(config, tmp_path / "run")
     saved, kept = load_file(tmp_path / "run/model.safetensors"), weights(tmp_path / "run")
     names = [name for name in saved if "running_" in name]
@@ -112,8 +103,12 @@ def test_averages_follow_and_are_exchanged():
         assert torch.equal(tensor, now[name])
 
 
-def test_frozen_statistics_are_not_averaged():
-    model = build_classifier(SMALL)
+def test_neither_frozen_statistics_nor_unreadable_images_count():
+    model = build_classifier(SMALL).train()
+    with frozen_running_stats(model):  # of images that cannot be read
+        model(torch.ones(1, 3, 16, 16))
+    assert not any(norm.running_mean.any() for norm in model.patch_embed.norms)
+    assert all(norm.updates_statistics for norm in model.patch_embed.norms)
     model.patch_embed.requires_grad_(False)
     assert running_stats(model) == {}
     assert not any("running" in name for name in ExponentialMovingAverage(model, 0.9).average)
@@ -121,11 +116,9 @@ def test_frozen_statistics_are_not_averaged():
 
 @pytest.mark.parametrize("method", ["linear", "lora"])
 def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
-    train(tiny_config(**STEM, epochs=1, warmup_epochs=0), tmp_path / "first")
-    tuned = tiny_config(
-        **STEM, epochs=1, warmup_epochs=0, weights=str(tmp_path / "first"), method=method
-    )
-    train(tuned, tmp_path / "second")
+    train(tiny_config(**STEM, **SHORT), tmp_path / "first")
+    settings = {**STEM, **SHORT, "weights": str(tmp_path / "first")}
+    train(tiny_config(**settings, method=method), tmp_path / "second")
     first, second = (
         load_file(tmp_path / f"{name}/model.safetensors") for name in ("first", "second")
     )
@@ -134,14 +127,6 @@ def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
     for name in names:
         assert torch.equal(first[name], second[name])
     assert not torch.equal(first["head.weight"], second["head.weight"])
-
-
-def test_images_that_cannot_be_read_are_not_in_the_statistics():
-    model = build_classifier(SMALL).train()
-    with frozen_running_stats(model):
-        model(torch.ones(1, 3, 16, 16))
-    assert not any(norm.running_mean.any() for norm in model.patch_embed.norms)
-    assert all(norm.updates_statistics for norm in model.patch_embed.norms)
 
 
 def test_one_process_shares_with_nobody():

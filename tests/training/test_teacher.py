@@ -1,6 +1,7 @@
 """Teachers: matched by class names, asked once an image, and the same after a resume."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -15,14 +16,13 @@ from tests.conftest import COLOURS as SEVERAL_COLOURS
 from tests.conftest import save_untrained
 from tests.markers import same_initial_weights
 from tests.training.conftest import COLOURS, TRAIN
-from tests.training.runs import events
+from tests.training.runs import SHORT, equal_models, events, signalled_at
 from vit.data.dataset_types import NO_LABEL, to_multilabel
 from vit.data.image_io import read_image
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import ConfigError, DataError, RunError, VitError
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
-from vit.stop_signals import Interrupted
 from vit.tasks.classification import Classification
 from vit.training import teacher as teachers
 from vit.training.data_setup import open_data
@@ -104,10 +104,15 @@ def taught(student, asked, tmp_path_factory) -> tuple[Path, list[int]]:
     return folder / "whole", after
 
 
-def answers_of(config, lines=None) -> torch.Tensor:
-    splits = open_splits(config.data.data, val_share=0.2, seed=0)
+def taught_splits(config, splits=None, lines=None):
+    """The data with the teacher's answers."""
+    splits = splits or open_splits(config.data.data, val_share=0.2, seed=0)
     notify = (lambda _: None) if lines is None else lines.append
-    found = with_teacher(config, splits, make_accelerator(config.run), notify).teacher_answers
+    return with_teacher(config, splits, make_accelerator(config.run), notify)
+
+
+def answers_of(config, lines=None) -> torch.Tensor:
+    found = taught_splits(config, lines=lines).teacher_answers
     assert found is not None
     return found
 
@@ -134,10 +139,28 @@ def test_the_answers_are_the_calibrated_predictions_by_class_names(student, teac
     assert "36 made" in lines[1]
 
 
-def test_an_exported_file_is_no_teacher(student, tmp_path):
+def test_what_is_no_teacher_of_these_classes_is_refused(
+    student, teacher, several_run, tmp_path, monkeypatch
+):
     (tmp_path / "teacher.onnx").write_bytes(b"")
-    with pytest.raises(VitError, match=r"teacher\.onnx"):
-        answers_of(student(num_classes=3, teacher=str(tmp_path / "teacher.onnx")))
+    lacks = save_untrained(tmp_path / "lacks", ("red", "blue"), "classify", answer_differently)
+    for source, message in (
+        (tmp_path / "teacher.onnx", r"teacher\.onnx"),
+        (lacks, r"lacks 1 class of the data \(green; it knows red, blue"),
+        (several_run, r"gives an image any number of classes.*task=classify"),
+    ):
+        with pytest.raises(VitError, match=message):
+            answers_of(student(num_classes=3, teacher=str(source)))
+    loaded = load_run(teacher)
+    for change, why in (
+        ({"classes": ()}, "it has no classes"),  # of a pretraining, or an encoder alone
+        ({"tokenizer": object()}, "it writes captions"),
+        ({"stored_task": "mae"}, "its task is mae"),
+    ):
+        other = dataclasses.replace(loaded, **change)
+        monkeypatch.setattr(teachers, "load_model", lambda *_, other=other, **__: other)
+        with pytest.raises(ConfigError, match=f"{why}, and a teacher is a classifier"):
+            answers_of(student(num_classes=3))
 
 
 def test_the_teacher_answers_each_image_once_and_a_second_student_asks_nothing(
@@ -153,22 +176,13 @@ def test_the_teacher_answers_each_image_once_and_a_second_student_asks_nothing(
     assert again.equal(read_tensors(folder / "teacher.safetensors")[0]["answers"])
 
 
-def test_a_killed_student_resumes_to_the_same_bytes_without_its_teacher(
-    taught, student, teacher, cache, tmp_path, monkeypatch
+def test_a_cut_student_resumes_to_the_same_bytes_without_its_teacher(
+    taught, student, teacher, cache, tmp_path
 ):
     copy = shutil.copytree(teacher, tmp_path / "copy")
     shutil.copytree(cache, tmp_path / "cache")
     config = student(teacher=str(copy), feature_cache=str(tmp_path / "cache"))
-    step = Trainer.after_step
-
-    def interrupted(self, seen):
-        step(self, seen)
-        if self.run.step == 5:  # in the second epoch
-            self.save_and_wait()
-            raise Interrupted("stopped", 15)
-
-    with monkeypatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Trainer, "after_step", interrupted)
+    with signalled_at(5):  # in the second epoch
         train(config, tmp_path / "cut", report=False)
     shutil.rmtree(copy)
     shutil.rmtree(tmp_path / "cache")
@@ -183,52 +197,33 @@ def test_a_killed_student_resumes_to_the_same_bytes_without_its_teacher(
 def test_images_without_a_label_get_the_teachers_best_class(student, colour_data, tmp_path):
     rows = [f"train/{name}/{n}.png,{name}" for name in COLOURS for n in range(4)]
     (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows]) + "\n")
-    config = student(labels=str(tmp_path / "list.csv"), val_share=0.25, epochs=1, warmup_epochs=0)
-    splits = open_data(config)
-    lines: list[str] = []
-    found = with_teacher(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=3)),
-        splits,
-        make_accelerator(config.run),
-        lines.append,
-    )
+    config = student(**SHORT, labels=str(tmp_path / "list.csv"), val_share=0.25)
+    splits, lines = open_data(config), []
+    known = dataclasses.replace(config, model=dataclasses.replace(config.model, num_classes=3))
+    found = taught_splits(known, splits, lines)
     best = found.teacher_answers.float().argmax(dim=1).tolist()
     assert len({*best}) > 1
-    kept, given = 0, 0
-    for before, after, answer in zip(splits.train, found.train, best, strict=True):
-        assert before.path == after.path
-        if before.path in splits.unlabelled:
-            assert (before.label, after.label) == (NO_LABEL, answer)
-            given += 1
-        else:
-            assert after == before
-            kept += 1
-    assert (kept, given) == (9, 3 * TRAIN - 12)
+    given = [before.path in splits.unlabelled for before in splits.train]
+    assert (given.count(False), given.count(True)) == (9, 3 * TRAIN - 12)
+    for before, after, new, answer in zip(splits.train, found.train, given, best, strict=True):
+        assert not new or before.label == NO_LABEL
+        assert after == (dataclasses.replace(before, label=answer) if new else before)
     flat = {"data": str(colour_data), "labels": str(tmp_path / "list.csv"), "val_share": 0.25}
     _, plan = plan_training({**flat, "teacher": config.distillation.teacher, "precision": "fp32"})
     assert plan.facts.images == len(splits.train)  # not the labelled ones alone
     assert "of those with a label" in lines[-1]
-    train(config, tmp_path / "whole", report=False)
-    (epoch,) = events(tmp_path / "whole", "epoch")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(config, whole, report=False)
+    (epoch,) = events(whole, "epoch")
     assert epoch["step"] == len(found.train) // config.data.batch_size
-    step = Trainer.after_step
-
-    def interrupted(self, seen):
-        step(self, seen)
-        if self.run.step == 2:
-            self.save_and_wait()
-            raise Interrupted("stopped", 15)
-
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(Interrupted):
-        patched.setattr(Trainer, "after_step", interrupted)
-        train(config, tmp_path / "cut", report=False)
-    train(config, tmp_path / "cut", resume=True, report=False)
-    weights = [tmp_path / run / "model.safetensors" for run in ("whole", "cut")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    with signalled_at(2):
+        train(config, cut, report=False)
+    train(config, cut, resume=True, report=False)
+    assert equal_models(whole, cut)
     seen = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Classification, "write_report", lambda _, run: seen.append(run.splits))
-        report(tmp_path / "whole")
+        report(whole)
     assert [sample.label for sample in seen[0].train] == [sample.label for sample in found.train]
 
 
@@ -254,41 +249,18 @@ def test_stored_answers_that_are_damaged_or_of_other_images_are_refused(student,
     assert resume().teacher_answers is not None
 
 
-def test_a_teacher_that_lacks_a_class_is_refused(student, tmp_path):
-    folder = save_untrained(tmp_path / "lacks", ("red", "blue"), "classify", answer_differently)
-    with pytest.raises(ConfigError, match=r"lacks 1 class of the data \(green; it knows red, blue"):
-        answers_of(student(num_classes=3, teacher=str(folder)))
+@pytest.fixture
+def several_student(tiny_config, several_run, tmp_path):
+    """Settings of a student of a teacher of several classes an image."""
+    usual = {"task": "multilabel", "num_classes": len(SEVERAL_COLOURS), "hflip": 0.0}
+    usual |= {"teacher": str(several_run), "feature_cache": str(tmp_path / "cache")}
+    return functools.partial(tiny_config, **usual)
 
 
-def test_a_teacher_that_is_no_classifier_of_this_kind_is_refused(
-    student, teacher, several_run, monkeypatch
+def test_a_multi_label_student_learns_log_odds(
+    several_student, several_list, several_run, tmp_path
 ):
-    with pytest.raises(ConfigError, match=r"gives an image any number of classes.*task=classify"):
-        answers_of(student(num_classes=3, teacher=str(several_run)))
-    loaded = load_run(teacher)
-    for change, why in (
-        ({"classes": ()}, "it has no classes"),  # of a pretraining, or an encoder alone
-        ({"tokenizer": object()}, "it writes captions"),
-        ({"stored_task": "mae"}, "its task is mae"),
-    ):
-        other = dataclasses.replace(loaded, **change)
-        monkeypatch.setattr(teachers, "load_model", lambda *_, other=other, **__: other)
-        with pytest.raises(ConfigError, match=f"{why}, and a teacher is a classifier"):
-            answers_of(student(num_classes=3))
-
-
-def test_a_multi_label_student_learns_log_odds(tiny_config, several_list, several_run, tmp_path):
-    config = tiny_config(
-        data=str(several_list),
-        task="multilabel",
-        num_classes=len(SEVERAL_COLOURS),
-        teacher=str(several_run),
-        feature_cache=str(tmp_path / "cache"),
-        hflip=0.0,
-        batch_size=8,
-        epochs=1,
-        warmup_epochs=0,
-    )
+    config = several_student(**SHORT, data=str(several_list), batch_size=8)
     result = train(config, tmp_path / "run", report=False)
     stored = read_tensors(result.folder / "teacher.safetensors")[0]["answers"].float()
     predictor = Predictor(several_run, device="cpu", precision="fp32")
@@ -301,22 +273,14 @@ def test_a_multi_label_student_learns_log_odds(tiny_config, several_list, severa
 
 
 def test_a_multi_label_teacher_gives_unlabelled_images_its_probable_classes(
-    tiny_config, several_list, several_run, tmp_path
+    several_student, several_list, tmp_path
 ):
-    lines = several_list.read_text().splitlines()
-    (tmp_path / "list.csv").write_text("\n".join(lines[:21]) + "\n")
-    config = tiny_config(
-        data=str(several_list.parent),
-        labels=str(tmp_path / "list.csv"),
-        task="multilabel",
-        num_classes=len(SEVERAL_COLOURS),
-        teacher=str(several_run),
-        feature_cache=str(tmp_path / "cache"),
-        hflip=0.0,
-        val_share=0.2,
-    )
+    labels = tmp_path / "list.csv"
+    labels.write_text("\n".join(several_list.read_text().splitlines()[:21]) + "\n")
+    data = {"data": str(several_list.parent), "labels": str(labels)}
+    config = several_student(**data, val_share=0.2)
     splits = to_multilabel(open_data(config))
-    found = with_teacher(config, splits, make_accelerator(config.run), lambda _: None)
+    found = taught_splits(config, splits)
     odds = found.teacher_answers.float()
     assert len(splits.unlabelled) >= 10
     for before, after, scores in zip(splits.train, found.train, odds, strict=True):

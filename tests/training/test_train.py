@@ -8,16 +8,17 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vit
 from tests.training.children import Job, hold
-from tests.training.runs import events
+from tests.training.runs import SHORT, assert_equal_runs, equal_models, events, signalled_at
 from vit.commands.main import main
 from vit.config.setting_layers import flatten
-from vit.errors import BadImage, ConfigError, DataError, RunError, WeightsError
+from vit.errors import BadImage, ConfigError, DataError, RunError, VitError, WeightsError
 from vit.evaluation.runs_table import runs
 from vit.stop_signals import Interrupted
 from vit.tasks import classification
@@ -30,12 +31,10 @@ from vit.training.trainer import Trainer
 from vit.training.training_loop import updates_weights
 from vit.weights.saved_model import load_run
 
-TIMES = {"images_per_second", "data_wait", "seconds"}
 
-
-def untimed(folder: Path) -> list[dict]:
-    found = [*events(folder, "step"), *events(folder)]
-    return [{k: v for k, v in event.items() if k not in TIMES} for event in found]
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a run."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -44,50 +43,65 @@ def undisturbed(tiny_config, tmp_path_factory) -> Path:
     return train(tiny_config(), tmp_path_factory.mktemp("undisturbed") / "run").folder
 
 
+@pytest.fixture(scope="module")
+def finished(tiny_config, tmp_path_factory) -> Path:
+    """A finished run of one epoch; not to be written to."""
+    return train(tiny_config(**SHORT), tmp_path_factory.mktemp("finished") / "run").folder
+
+
 @pytest.fixture
-def interrupt_at(monkeypatch):
-    """Make the process receive a signal in a given step, once."""
-    sent = []
-
-    def arrange(step: int, number: int = signal.SIGTERM) -> None:
-        original, steps = training_loop.set_lr, []
-
-        def set_lr(optimizer, lr):
-            if len(steps) + 1 == step and not sent:
-                sent.append(number)
-                os.kill(os.getpid(), number)
-            steps.append(lr)
-            original(optimizer, lr)
-
-        monkeypatch.setattr("vit.training.training_loop.set_lr", set_lr)
-
-    return arrange
+def run(finished, tmp_path) -> Path:
+    """A copy of that run."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_an_existing_run_is_refused_before_a_plan_measures_anything(
-    undisturbed, tiny_data, monkeypatch
+def test_a_run_folder_is_refused_before_a_plan_measures_anything(
+    finished, tiny_data, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("vit.training.train.resolve_plan", lambda *_: pytest.fail("planned"))
     with pytest.raises(RunError, match="exists: --resume continues it, --overwrite starts anew"):
-        train(str(tiny_data), undisturbed, time="1m")
-
-
-def test_a_run_whose_checkpoints_were_deleted_is_left_alone(undisturbed, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(undisturbed, folder)
-    shutil.rmtree(folder / "checkpoints")
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(RunError, match=r"its checkpoints were deleted: --weights "):
-        train(out=folder, resume=True)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_a_plan(tiny_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.training.train.resolve_plan", lambda *_: pytest.fail("planned"))
+        train(str(tiny_data), finished, time="1m")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/cat.jpg").write_bytes(b"x")
+    with pytest.raises(RunError, match="no training wrote"):
+        train(str(tiny_data), tmp_path / "photos", overwrite=True, time="1m")
+    assert (tmp_path / "photos/cat.jpg").read_bytes() == b"x"
     writable = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and writable(path, mode))
     with pytest.raises(RunError, match=r"run cannot be written: .* is read-only"):
         train(str(tiny_data), tmp_path / "new" / "run", time="1m")
+
+
+@pytest.mark.parametrize(
+    ("gone", "changes", "options", "message"),
+    [
+        ("checkpoints", {}, {"resume": True}, "its checkpoints were deleted: --weights "),
+        ("model.safetensors", {}, {"resume": True}, "model.safetensors is missing, and epoch 1"),
+        (None, {}, {}, "--resume continues it, --overwrite starts anew"),
+        (None, {"lr": 0.1}, {"resume": True}, "lr=0.1 differs from 0.003"),
+        (None, {"optimizer": "adamww"}, {"overwrite": True}, "optimizer='adamww'"),
+    ],
+)
+def test_a_refused_training_leaves_the_run_alone(
+    run, tiny_config, tmp_path, gone, changes, options, message
+):
+    if gone:
+        (run / gone).rename(tmp_path / "gone")
+    before = contents(run)
+    with pytest.raises(VitError, match=message):
+        train(tiny_config(**SHORT, **changes), run, **options)
+    assert contents(run) == before
+
+
+def test_a_checkpoint_of_another_network_or_version_is_refused(run, tiny_config, monkeypatch):
+    stored = run / "config.yaml"
+    stored.write_text(stored.read_text().replace("registers: 0", "registers: 2"))
+    other = r"does not fit the network: pos_embed has shape .* reg_token is missing"
+    with pytest.raises(WeightsError, match=other):
+        train(tiny_config(**SHORT, registers=2), run, resume=True)
+    monkeypatch.setattr(checkpoint, "VERSION", 0)
+    with pytest.raises(WeightsError, match="was written by another version of vit"):
+        train(out=run, resume=True)
 
 
 def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
@@ -117,19 +131,13 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 5])
-def test_an_interrupted_run_resumes_to_the_same_result(
-    tiny_config, tmp_path, undisturbed, interrupt_at, step
-):
-    interrupt_at(step)
-    with pytest.raises(Interrupted) as stopped:
+def test_an_interrupted_run_resumes_to_the_same_result(tiny_config, tmp_path, undisturbed, step):
+    with signalled_at(step) as stopped:
         train(tiny_config(), tmp_path / "parts")
     assert stopped.value.exit_code == 143
     assert "--resume" in str(stopped.value)
     train(tiny_config(workers=2), tmp_path / "parts", resume=True)
-    assert (undisturbed / "model.safetensors").read_bytes() == (
-        tmp_path / "parts/model.safetensors"
-    ).read_bytes()
-    assert untimed(undisturbed) == untimed(tmp_path / "parts")
+    assert_equal_runs(undisturbed, tmp_path / "parts")
 
 
 def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path, monkeypatch):
@@ -151,65 +159,35 @@ def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path,
     assert len(batches) == 8
     assert len(events(tmp_path / "parts")) == 1
     train(whole, tmp_path / "parts", resume=True)
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
-    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
-        tmp_path / "parts/model.safetensors"
-    ).read_bytes()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_finished_run_resumes_to_its_own_result(tiny_config, tmp_path):
-    first = train(tiny_config(epochs=2), tmp_path / "run")
-    again = train(tiny_config(epochs=2), tmp_path / "run", resume=True)
-    assert again == first
-    assert len(events(tmp_path / "run")) == 2
-
-
-def test_a_checkpoint_of_another_network_is_refused(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "a")
-    train(tiny_config(epochs=1, warmup_epochs=0, registers=2), tmp_path / "b")
-    for path in (tmp_path / "b/checkpoints").iterdir():
-        path.unlink()
-    source = find_checkpoints(tmp_path / "a/checkpoints")[0]
-    (tmp_path / "b/checkpoints" / source.name).write_bytes(source.read_bytes())
-    config = tiny_config(epochs=1, warmup_epochs=0, registers=2)
-    with pytest.raises(
-        WeightsError, match=r"does not fit the network: pos_embed has shape .* reg_token is missing"
-    ):
-        train(config, tmp_path / "b", resume=True)
-
-
-def test_a_checkpoint_of_another_version_is_refused(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "VERSION", 0)
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
-    monkeypatch.undo()
-    with pytest.raises(WeightsError, match="was written by another version of vit"):
-        train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
+    first = train(tiny_config(**SHORT), tmp_path / "run")
+    assert train(tiny_config(**SHORT), tmp_path / "run", resume=True) == first
+    assert len(events(tmp_path / "run")) == 1
 
 
 def test_a_run_does_not_resume_with_other_images(tiny_config, tmp_path, colour_data, capsys):
-    import shutil
-
-    copy = tmp_path / "data"
-    shutil.copytree(colour_data, copy)
-    train(tiny_config(epochs=1, warmup_epochs=0, data=str(copy)), tmp_path / "run")
+    copy, run = shutil.copytree(colour_data, tmp_path / "data"), tmp_path / "run"
+    config = tiny_config(**SHORT, data=str(copy))
+    train(config, run)
     shutil.copy(copy / "train/red/0.png", copy / "train/red/new.png")
-    config = tiny_config(epochs=1, warmup_epochs=0, data=str(copy))
     with pytest.raises(DataError, match=r"the data set changed .* vit train .* --weights .*run "):
-        train(config, tmp_path / "run", resume=True)
+        train(config, run, resume=True)
     for split in ("train", "val"):
         shutil.copytree(copy / split / "red", copy / split / "violet")
     changed = r"the data set changed .*num_classes=3 then, 4 now.* --weights .*run --out"
     with pytest.raises(DataError, match=changed):
-        train(config, tmp_path / "run", resume=True)
-    more = tmp_path / "more"
-    shutil.copytree(copy, more)
+        train(config, run, resume=True)
+    more = shutil.copytree(copy, tmp_path / "more")
     with pytest.raises(DataError, match=rf"num_classes=3 then.* vit train {more} --weights "):
-        train(tiny_config(epochs=1, warmup_epochs=0, data=str(more)), tmp_path / "run", resume=True)
+        train(tiny_config(**SHORT, data=str(more)), run, resume=True)
     # config.yaml has the number of classes, and nobody gave it
-    assert main(["train", "--resume", "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", "--resume", "--out", str(run)]) == 2
     assert re.search(changed, capsys.readouterr().err)
     # nor does it stand in the way of a new run with the same settings
-    words = ["train", "--config", str(tmp_path / "run/config.yaml"), "--out", str(tmp_path / "b")]
+    words = ["train", "--config", str(run / "config.yaml"), "--out", str(tmp_path / "b")]
     assert main(words) == 0
     assert "4 classes instead of num_classes=3 of the settings file" in capsys.readouterr().err
     assert load_run(tmp_path / "b").classes == ("blue", "green", "red", "violet")
@@ -226,7 +204,7 @@ def relative_run(tiny_config, colour_data, tmp_path, monkeypatch):
     Path("labels.csv").write_text("\n".join(["image,label", *rows]) + "\n")
     Path("bad.csv").write_text(f"image\nphotos/{names[3]}\n")  # as vit predict names it here
     lists = {"labels": "labels.csv", "exclude": "bad.csv"}
-    train(tiny_config(epochs=1, warmup_epochs=0, data="photos", **lists), work / "runs" / "run")
+    train(tiny_config(**SHORT, data="photos", **lists), work / "runs" / "run")
     monkeypatch.chdir(tmp_path)
     return work
 
@@ -267,37 +245,12 @@ def test_the_settings_of_a_run_reproduce_it_from_any_folder(relative_run, tmp_pa
     run = relative_run / "runs" / "run"
     (relative_run / "labels.csv").unlink()
     again = train(run / "config.yaml", tmp_path / "again").folder
-    assert (again / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    assert equal_models(again, run)
     copy = "lists/copy-labels.csv"
     assert (again / copy).read_bytes() == (run / copy).read_bytes()
     (mine := again / "lists" / "mine.csv").write_text("image")
     delete_run(again)
     assert [*again.rglob("*.csv")] == [mine]
-
-
-def test_an_existing_run_is_not_overwritten(tiny_config, tmp_path):
-    config = tiny_config(epochs=1, steps=3, warmup_epochs=0)
-    train(config, tmp_path / "run")
-    before = (tmp_path / "run/model.safetensors").read_bytes()
-    with pytest.raises(RunError, match="--resume continues it, --overwrite starts anew"):
-        train(config, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"lr=0.1 differs from 0.003"):
-        train(
-            tiny_config(epochs=1, steps=3, warmup_epochs=0, lr=0.1), tmp_path / "run", resume=True
-        )
-    with pytest.raises(ConfigError, match=r"steps=6 differs from 3"):
-        train(out=tmp_path / "run", resume=True, steps=6)
-    assert (tmp_path / "run/model.safetensors").read_bytes() == before
-    train(config, tmp_path / "run", overwrite=True)
-    assert (tmp_path / "run/model.safetensors").read_bytes() == before
-
-
-def test_a_folder_of_something_else_is_never_overwritten(tiny_config, tmp_path):
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos/cat.jpg").write_bytes(b"x")
-    with pytest.raises(RunError, match="no training wrote"):
-        train(tiny_config(), tmp_path / "photos", overwrite=True)
-    assert (tmp_path / "photos/cat.jpg").read_bytes() == b"x"
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(
@@ -343,69 +296,56 @@ def test_a_step_without_a_finite_gradient_is_left_out_and_the_third_in_a_row_sto
         train(tiny_config(), tmp_path / "other")
 
 
-def test_a_step_with_a_finite_gradient_starts_the_count_anew():
-    class Run:
-        step, skipped, skipped_in_row = 1000, 0, 0
-        accelerator = type("A", (), {"mixed_precision": "no", "is_main_process": False})
-
-    norms = (math.inf, math.inf, 1.0, math.nan, math.nan)
-    assert [updates_weights(Run, 1.0, norm) for norm in norms] == [False, False, True, False, False]
-    with pytest.raises(RunError, match="the gradient became inf at step 1000"):
-        updates_weights(Run, 1.0, math.inf)
-
-
-def test_more_than_a_hundredth_of_the_steps_without_a_finite_gradient_stops():
-    class Run:
-        step, skipped, skipped_in_row = 500, 0, 0
-        accelerator = type("A", (), {"mixed_precision": "no", "is_main_process": False})
-
-    for _ in range(7):
-        assert not updates_weights(Run, 1.0, math.nan)
-        assert updates_weights(Run, 1.0, 1.0)
-    with pytest.raises(RunError, match="the gradient became nan at step 500"):
-        updates_weights(Run, 1.0, math.nan)
+@pytest.mark.parametrize(
+    ("step", "norms", "last"),
+    [
+        (1000, (math.inf, math.inf, 1.0, math.nan, math.nan), math.inf),  # the third in a row
+        (500, (math.nan, 1.0) * 7, math.nan),  # more than a hundredth of all
+    ],
+)
+def test_steps_without_a_finite_gradient_are_counted(step, norms, last):
+    accelerator = SimpleNamespace(mixed_precision="no", is_main_process=False)
+    run = SimpleNamespace(step=step, skipped=0, skipped_in_row=0, accelerator=accelerator)
+    assert [updates_weights(run, 1.0, norm) for norm in norms] == [*map(math.isfinite, norms)]
+    with pytest.raises(RunError, match=f"the gradient became {last} at step {step}"):
+        updates_weights(run, 1.0, last)
 
 
-def test_a_bad_image_stops_the_run_with_its_name(tiny_config, tmp_path, data_with_a_bad_image):
+def test_a_bad_image_stops_the_run_with_its_name(
+    tiny_config, tmp_path, data_with_a_bad_image, capsys
+):
     data = str(data_with_a_bad_image)
     with pytest.raises(BadImage, match=r"red/3\.png.*--resume --on-bad-image skip"):
         train(tiny_config(data=data), tmp_path / "run")
     assert find_checkpoints(tmp_path / "run/checkpoints")
-    train(tiny_config(data=data, on_bad_image="skip"), tmp_path / "run", resume=True)
+    result = train(tiny_config(data=data, on_bad_image="skip"), tmp_path / "run", resume=True)
     assert len(events(tmp_path / "run")) == 3
+    assert [Path(path).name for path in result.failed] == ["3.png"]
+    assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
 
 
-def test_a_failed_start_keeps_the_run_that_it_would_overwrite(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
-    with pytest.raises(ConfigError, match="optimizer='adamww'"):
-        train(tiny_config(optimizer="adamww"), tmp_path / "run", overwrite=True)
-    assert (tmp_path / "run/model.safetensors").exists()
-
-
-def test_a_failed_start_does_not_block_the_next_one(tiny_config, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
+def test_a_failed_start_does_not_block_the_next_one(tiny_config, tmp_path):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Trainer, "run_all", lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(tiny_config(), tmp_path / "run")
+        train(tiny_config(), tmp_path / "run")
     assert (tmp_path / "run/config.yaml").exists()
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
+    train(tiny_config(**SHORT), tmp_path / "run")
 
 
-def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
-    config = tiny_config(epochs=1, warmup_epochs=0)
-    train(config, tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.*") if path.is_file()}
+def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path, run, finished):
+    before, config = contents(run), tiny_config(**SHORT)
     log, until = tmp_path / "log", tmp_path / "until"
-    with Job(hold, tmp_path / "run", until, log=log) as other:
+    with Job(hold, run, until, log=log) as other:
         while "held" not in other.said() and not other.ended():
             time.sleep(0.01)
         for choice in ("resume", "overwrite"):
             with pytest.raises(RunError, match="is being trained by another process"):
-                train(config, tmp_path / "run", **{choice: True})
+                train(config, run, **{choice: True})
         until.touch()
         assert other.wait() == [0], other.said()
-    assert before == {path: path.read_bytes() for path in before}
-    train(config, tmp_path / "run", overwrite=True)
+    assert contents(run) == before
+    train(config, run, overwrite=True)
+    assert equal_models(run, finished)
 
 
 @pytest.mark.parametrize(
@@ -419,19 +359,13 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path):
         ("nadamw", {}),
     ],
 )
-def test_other_networks_and_optimisers_resume_exactly(
-    tiny_config, tmp_path, interrupt_at, optimizer, settings
-):
+def test_other_networks_and_optimisers_resume_exactly(tiny_config, tmp_path, optimizer, settings):
     config = tiny_config(**settings, optimizer=optimizer, epochs=2)
     train(config, tmp_path / "whole")
-    interrupt_at(5)
-    with pytest.raises(Interrupted):
+    with signalled_at(5):
         train(config, tmp_path / "parts")
     train(config, tmp_path / "parts", resume=True)
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "parts")
-    assert (tmp_path / "whole/model.safetensors").read_bytes() == (
-        tmp_path / "parts/model.safetensors"
-    ).read_bytes()
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
@@ -484,10 +418,8 @@ def test_a_damaged_checkpoint_is_none_of_the_two_that_are_kept(tmp_path):
     assert find_checkpoints(tmp_path) == [newest, paths[0]]
 
 
-def test_deleting_a_run_may_be_interrupted_anywhere(tiny_config, tmp_path, monkeypatch):
-    config = tiny_config(epochs=1, warmup_epochs=0)
-    train(config, tmp_path / "run")
-    original, left = Path.unlink, [3]
+def test_deleting_a_run_may_be_interrupted_anywhere(tiny_config, run):
+    config, original, left = tiny_config(**SHORT), Path.unlink, [3]
 
     def unlink(self, missing_ok=False):
         left[0] -= 1
@@ -495,18 +427,18 @@ def test_deleting_a_run_may_be_interrupted_anywhere(tiny_config, tmp_path, monke
             raise KeyboardInterrupt
         original(self, missing_ok=missing_ok)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", unlink)
-        train(config, tmp_path / "run", overwrite=True)
-    assert train(config, tmp_path / "run", overwrite=True).epoch == 1
+        train(config, run, overwrite=True)
+    assert train(config, run, overwrite=True).epoch == 1
     # nor does a folder that was emptied, but not begun again
-    delete_run(tmp_path / "run")
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
-    assert train(config, tmp_path / "run", resume=True).epoch == 1
+    delete_run(run)
+    assert {path.name for path in run.iterdir()} <= {".lock"}
+    assert train(config, run, resume=True).epoch == 1
 
 
 def test_a_run_that_another_process_began_is_not_overwritten(tiny_config, tmp_path, monkeypatch):
-    config = tiny_config(epochs=1, warmup_epochs=0)
+    config = tiny_config(**SHORT)
 
     def slowly(*args, **options):
         monkeypatch.undo()
@@ -521,85 +453,69 @@ def test_a_run_that_another_process_began_is_not_overwritten(tiny_config, tmp_pa
 
 def test_a_validation_loss_that_is_not_finite_stops(tiny_config, tmp_path, monkeypatch):
     original = training_loop.set_lr
-    monkeypatch.setattr(
-        "vit.training.training_loop.set_lr", lambda o, lr: original(o, 1e36 * bool(lr))
-    )
+    monkeypatch.setattr(training_loop, "set_lr", lambda o, lr: original(o, 1e36 * bool(lr)))
     with pytest.raises(RunError, match="became"):
-        train(tiny_config(epochs=1, warmup_epochs=0, batch_size=36), tmp_path / "run")
+        train(tiny_config(**SHORT, batch_size=36), tmp_path / "run")
 
 
-def test_two_trainings_in_one_process(tiny_config, tmp_path):
-    first = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "a")
-    second = train(tiny_config(epochs=1, warmup_epochs=0, precision="bf16"), tmp_path / "b")
-    losses = [events(result.folder)[0]["train_loss"] for result in (first, second)]
+def test_two_trainings_in_one_process(tiny_config, tmp_path, finished):
+    second = train(tiny_config(**SHORT, precision="bf16"), tmp_path / "b").folder
+    losses = [events(folder)[0]["train_loss"] for folder in (finished, second)]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
-def test_full_memory_is_an_error_with_a_remedy(tiny_config, tmp_path, monkeypatch):
+@pytest.fixture
+def full_memory(monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("vit.training.training_loop.forward_losses", full)
+
+
+@pytest.mark.usefixtures("full_memory")
+def test_full_memory_is_an_error_with_a_remedy(tiny_config, tmp_path):
     with pytest.raises(RunError, match="out of memory: -b auto"):
         train(tiny_config(), tmp_path / "run")
 
 
+@pytest.mark.usefixtures("full_memory")
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         ({}, "resume with an --accumulate of more than 2, .* or --checkpoint-activations; other"),
-        ({"task": "lejepa", "min_crop": 0.5}, "memory: resume with --checkpoint-activations; oth"),
+        (
+            {"task": "lejepa", "min_crop": 0.5, "mixup": 0.0, "cutmix": 0.0},
+            "memory: resume with --checkpoint-activations; oth",
+        ),
     ],
 )
 def test_the_remedy_of_a_resumed_run_is_one_that_may_change(
-    tiny_config, tmp_path, monkeypatch, capsys, task, message
+    tiny_config, tmp_path, capsys, task, message
 ):
-    off = {"mixup": 0.0, "cutmix": 0.0} if task else {}
-    config = tiny_config(accumulate=2, **task, **off)
-
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-
-    def killed(*_: object, **__: object) -> None:
+    def killed(self) -> None:
+        self.save_and_wait()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Trainer, "run_epoch", lambda self: self.save_and_wait() or killed())
-        train(config, tmp_path / "run")
-    monkeypatch.setattr("vit.training.training_loop.forward_losses", full)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Trainer, "run_epoch", killed)
+        train(tiny_config(accumulate=2, **task), tmp_path / "run")
     with pytest.raises(RunError, match=message):
         train(out=tmp_path / "run", resume=True, accumulate=None)
     assert "note: -b auto is not used: the run keeps accumulate=2; --acc" in capsys.readouterr().err
 
 
-def test_files_of_a_run_can_be_read_by_others(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
-    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*.*")}
+def test_files_of_a_run_can_be_read_by_others(finished):
+    modes = {path.stat().st_mode & 0o777 for path in finished.rglob("*.*")}
     umask = os.umask(0)
     os.umask(umask)
     assert modes == {0o666 & ~umask}
 
 
-def test_a_bad_image_is_skipped_and_counted(tiny_config, tmp_path, data_with_a_bad_image, capsys):
-    config = tiny_config(data=str(data_with_a_bad_image), on_bad_image="skip")
-    result = train(config, tmp_path / "run")
-    assert [Path(path).name for path in result.failed] == ["3.png"]
-    assert "1 of the images could not be read and were left out:" in capsys.readouterr().err
-
-
 def test_mixed_pairs_are_in_one_micro_batch(tiny_config, tmp_path):
     with pytest.raises(ConfigError, match=r"is 3 images in each of 4 parts.*a multiple of 8"):
         train(tiny_config(accumulate=4), tmp_path / "run")
-    plain = tiny_config(accumulate=4, mixup=0, cutmix=0, epochs=1, warmup_epochs=0)
-    train(plain, tmp_path / "run")
-
-
-def test_a_run_without_its_best_weights_does_not_resume(tiny_config, tmp_path):
-    train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run")
-    (tmp_path / "run/model.safetensors").unlink()
-    with pytest.raises(RunError, match=r"model\.safetensors is missing, and epoch 1"):
-        train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "run", resume=True)
+    train(tiny_config(**SHORT, accumulate=4, mixup=0, cutmix=0), tmp_path / "run")
 
 
 def test_a_background_write_that_fails_stops_the_run(tiny_config, tmp_path, monkeypatch):
@@ -628,12 +544,6 @@ def test_checkpoints_are_written_at_their_steps(tiny_config, tmp_path, monkeypat
 NAMED = ["--model", "vit_tiny_patch16_224"]  # so that nothing is measured for a plan
 
 
-def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
-    words = ["train", str(colour_data), "--num-classes", "7", "--out", str(tmp_path / "run")]
-    assert main([*words, *NAMED, "--precision", "fp32"]) == 2
-    assert "num_classes=7: the data has 3 classes" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -642,6 +552,7 @@ def test_a_wrong_number_of_classes_is_refused(colour_data, tmp_path, capsys):
         (["DATA", "--epohcs", "3"], "did you mean --epochs?"),
         (["DATA", "--epochs", "many"], "epochs='many' is not a whole number"),
         (["DATA", *NAMED, "--img-size", "225"], "not a multiple of patch_size=16"),
+        (["DATA", *NAMED, "--num-classes", "7"], "num_classes=7: the data has 3 classes"),
         (["DATA", "--model", "resnet50"], "is not a preset"),
         (["DATA", "--device", "tpu"], "device='tpu'"),
         (["DATA", "--precision", "fp16", "--device", "cpu"], "use bf16 or fp32"),
@@ -666,24 +577,25 @@ def test_a_run_that_cannot_start_has_an_error_of_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_one_call_with_data_and_settings_trains_as_the_config(tiny_config, colour_data, tmp_path):
+def test_one_call_with_data_and_settings_trains_as_the_config(
+    tiny_config, colour_data, tmp_path, finished
+):
     """Settings by name, a file of them, and a folder to resume."""
-    settings = {**flatten(tiny_config(epochs=1, warmup_epochs=0)), "data": str(colour_data)}
-    for name in ("weights", "num_classes"):
-        settings.pop(name)
+    settings = {**flatten(tiny_config(**SHORT)), "weights": None, "num_classes": None}
     given = {name: value for name, value in settings.items() if value is not None}
-    result = train(given.pop("data"), tmp_path / "named", **given)
-    other = train(tiny_config(epochs=1, warmup_epochs=0), tmp_path / "config")
-    assert result.scores == other.scores
-    again = train(tmp_path / "named/config.yaml", tmp_path / "again")
-    assert again.scores == other.scores
-    assert train(out=tmp_path / "again", resume=True).scores == other.scores
+    named, again = tmp_path / "named", tmp_path / "again"
+    train(given.pop("data"), named, **given)
+    result = train(named / "config.yaml", again)
+    assert equal_models(finished, named, again)
+    assert train(out=again, resume=True) == result
     few = {"data": str(colour_data), "epochs": 1}  # the others are those of the run, not planned
-    assert train(few, tmp_path / "again", resume=True).scores == other.scores
+    assert train(few, again, resume=True) == result
     with pytest.raises(ConfigError, match="epohcs is not a setting; did you mean epochs"):
         train(colour_data, tmp_path / "no", epohcs=3)
     with pytest.raises(ConfigError, match="epochs"):  # of the dict, as by name
-        train(few | {"epochs": 2}, tmp_path / "again", resume=True)
+        train(few | {"epochs": 2}, again, resume=True)
+    with pytest.raises(ConfigError, match="steps=6 differs from None"):
+        train(out=again, resume=True, steps=6)
     with pytest.raises(ConfigError, match="leaves nothing to plan"):
         plan(tiny_config())
     assert not (tmp_path / "no").exists()
@@ -696,7 +608,7 @@ def test_the_settings_of_a_run_train_on_one_class_more(tiny_config, colour_data,
     shutil.copytree(colour_data, data)
     for split in ("train", "val"):
         shutil.move(data / split / "blue", tmp_path / split)
-    config = tiny_config(data=str(data), epochs=1, warmup_epochs=0, report="fast")
+    config = tiny_config(data=str(data), **SHORT, report="fast")
     settings = train(config, tmp_path / "first").folder / "config.yaml"
     assert "num_classes: 2" in settings.read_text()
     for split in ("train", "val"):

@@ -1,13 +1,12 @@
 """The best epochs, their weights and their average (model soup), and early stopping."""
 
 import itertools
-import json
 import weakref
 
 import pytest
 import torch
 
-from tests.training.runs import read_events
+from tests.training.runs import assert_equal_runs, events, read_events, read_report
 from vit.errors import WeightsError
 from vit.stop_signals import Interrupted
 from vit.tasks.captioning import Captioning
@@ -136,23 +135,11 @@ def test_a_soup_holds_few_networks_at_a_time(tmp_path, monkeypatch):
     assert max(most) <= 2
 
 
-def test_weights_of_another_network_are_refused(tmp_path):
-    best = BestEpochs(tmp_path, 2, RANK)
-    for epoch in (1, 2):
-        best.save(epoch, {"w": torch.zeros(epoch)})
-        best.add(event(epoch, 1 - epoch / 10))
-    with pytest.raises(WeightsError, match="networks with other parameters have no mean"):
-        average_best_epochs(best, lambda _: measured(0.5))
-
-
 def test_a_resumed_run_keeps_epochs_that_its_checkpoint_refers_to(tiny_config, tmp_path):
     """The first checkpoint after a resume may turn out damaged; then that one is used again."""
     config = tiny_config(epochs=6, keep_best=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "vit.training.trainer.validate",
-            lambda run, *_: measured(run.step / 1000),
-        )
+        patch.setattr("vit.training.trainer.validate", lambda run, *_: measured(run.step / 1000))
         patch.setattr("vit.training.trainer.Trainer.stopped_early", lambda s: s.epoch == 3)
         train(config, tmp_path / "run")
         patch.setattr("vit.training.trainer.Trainer.stopped_early", lambda s: s.epoch == 4)
@@ -167,61 +154,50 @@ def test_an_average_keeps_the_dtype_and_sums_in_float64():
     mean = average_weights(parts)["w"]
     assert mean.dtype == torch.bfloat16
     assert torch.equal(mean, torch.full((2,), 86.0, dtype=torch.bfloat16))
+    with pytest.raises(WeightsError, match="networks with other parameters have no mean"):
+        average_weights([*parts, {"w": torch.zeros(3)}])
 
 
 def test_a_run_keeps_its_best_epochs_and_averages_them(tiny_config, tmp_path, capsys):
-    config = tiny_config(epochs=6, keep_best=3, soup=True)
-    result = train(config, tmp_path / "run")
-    *_, last = events = read_events(tmp_path / "run")
-    epochs = [event for event in events if event["event"] == "epoch"]
+    run = tmp_path / "run"
+    result = train(tiny_config(epochs=6, keep_best=3, soup=True), run)
+    last = read_events(run)[-1]
     assert last["event"] == "soup"
     assert "soup of epochs" in capsys.readouterr().err
-    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
-    assert ("a soup, the average of epochs" in page) is last["better"]
-    expected = sorted(epochs, key=lambda e: (-e["val_top1"], e["val_loss"]))[:3]
-    names = {f"epoch-{event['epoch']:04d}.safetensors" for event in expected}
-    assert names <= {path.name for path in (tmp_path / "run/best").iterdir()}
-    paths = [tmp_path / "run/best" / f"epoch-{epoch:04d}.safetensors" for epoch in last["epochs"]]
-    winner = average_weights([read_tensors(path)[0] for path in paths])
-    if not last["better"]:
-        path = tmp_path / "run/best" / f"epoch-{expected[0]['epoch']:04d}.safetensors"
-        winner = read_tensors(path)[0]
-    answers = load_run(tmp_path / "run").model.state_dict()
-    for name, value in winner.items():
+    assert ("a soup, the average of epochs" in read_report(run)) is last["better"]
+    expected = sorted(events(run), key=lambda e: (-e["val_top1"], e["val_loss"]))[:3]
+    kept = {path.stem: path for path in (run / "best").iterdir()}
+    assert {f"epoch-{event['epoch']:04d}" for event in expected} <= kept.keys()
+    chosen = last["epochs"] if last["better"] else [expected[0]["epoch"]]
+    members = [read_tensors(kept[f"epoch-{epoch:04d}"])[0] for epoch in chosen]
+    answers = load_run(run).model.state_dict()
+    for name, value in average_weights(members).items():
         assert torch.equal(answers[name], value)
     assert result.val_top1 == (last if last["better"] else expected[0])["val_top1"]
 
 
-def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path, monkeypatch):
+def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path):
     config = tiny_config(epochs=5, keep_best=3, soup=True, patience=4)
-    train(config, tmp_path / "whole")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, whole)
 
     def stop(self, event):
         raise Interrupted("now", 15)
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interrupted):
         patch.setattr("vit.training.logging.metrics_logger.MetricsLogger.soup", stop)
-        train(config, tmp_path / "parts")
+        train(config, parts)
     for _ in range(2):  # a finished run resumes to the same, too
-        train(config, tmp_path / "parts", resume=True)
-        first, second = (
-            [json.dumps({k: e[k] for k in e.keys() - {"images_per_second", "data_wait", "seconds"}},
-                        sort_keys=True) for e in read_events(tmp_path / name)]
-            for name in ("whole", "parts")
-        )  # fmt: skip
-        assert first == second
-        whole, parts = (
-            (tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts")
-        )
-        assert whole == parts
+        train(config, parts, resume=True)
+        assert_equal_runs(parts, whole)
 
 
 def test_a_run_stops_early_without_improvement(tiny_config, tmp_path, monkeypatch, capsys):
-    scores = itertools.chain([0.5, 0.7], itertools.repeat(0.6))
+    scores, run = itertools.chain([0.5, 0.7], itertools.repeat(0.6)), tmp_path / "run"
     monkeypatch.setattr("vit.training.trainer.validate", lambda *_: measured(next(scores)))
-    result = train(tiny_config(epochs=20, patience=3), tmp_path / "run")
-    assert result.epoch == 2
-    assert len([e for e in read_events(tmp_path / "run") if e["event"] == "epoch"]) == 5
+    config = tiny_config(epochs=20, patience=3)
+    assert train(config, run).epoch == 2
+    assert len(events(run)) == 5
     assert "no better epoch in 3: stopping early" in capsys.readouterr().err
-    train(tiny_config(epochs=20, patience=3), tmp_path / "run", resume=True)
-    assert len([e for e in read_events(tmp_path / "run") if e["event"] == "epoch"]) == 5
+    train(config, run, resume=True)
+    assert len(events(run)) == 5

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.training.children import differences
+from tests.training.runs import SHORT, equal_models
 from vit.errors import RunError
 from vit.training.checkpoint import checkpoint_writer
 from vit.training.train import train
@@ -36,43 +37,39 @@ def test_the_first_checkpoint_is_due_after_a_minute(
     assert seen == [False, True] * 2
 
 
-def test_a_run_killed_after_its_first_checkpoint_resumes_exactly(
-    tiny_config, tmp_path, monkeypatch
-):
-    config = tiny_config(epochs=1, warmup_epochs=0)
-    whole = train(config, tmp_path / "whole").folder
-    after_step = Trainer.after_step
+@pytest.fixture(scope="module")
+def whole(tiny_config, tmp_path_factory):
+    """The run that nothing disturbs."""
+    return train(tiny_config(**SHORT), tmp_path_factory.mktemp("whole") / "run").folder
 
-    def killed(trainer, step):
+
+def test_a_run_killed_after_its_first_checkpoint_resumes_exactly(tiny_config, tmp_path, whole):
+    killed, after_step = tmp_path / "killed", Trainer.after_step
+
+    def kill(trainer, step):
         after_step(trainer, step)
         if trainer.run.step == 3:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(checkpoint_writer, "FIRST_MINUTES", 0.0)
-        patched.setattr(Trainer, "after_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(config, tmp_path / "killed")
-    steps = [path.stem for path in (tmp_path / "killed/checkpoints").iterdir()]
-    assert steps == ["step-00000001"]
-    resumed = train(config, tmp_path / "killed", resume=True).folder
-    name = "model.safetensors"
-    assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+        patched.setattr(Trainer, "after_step", kill)
+        train(tiny_config(**SHORT), killed)
+    assert [path.stem for path in (killed / "checkpoints").iterdir()] == ["step-00000001"]
+    assert equal_models(train(tiny_config(**SHORT), killed, resume=True).folder, whole)
 
 
 def test_a_run_killed_while_its_first_weights_are_written_resumes_exactly(
-    tiny_config, tmp_path, monkeypatch
+    tiny_config, tmp_path, whole
 ):
     """Without a checkpoint such weights would look like those of a run that lost it."""
-    config = tiny_config(epochs=2, warmup_epochs=0)
-    whole = train(config, tmp_path / "whole").folder
+    killed = tmp_path / "killed"
 
     def full(*_):
         raise RunError("the disk is full")
 
-    with monkeypatch.context() as patched, pytest.raises(RunError, match="is full"):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(RunError, match="is full"):
         patched.setattr(SerializedModel, "write", full)
-        train(config, tmp_path / "killed")
-    (tmp_path / "killed/model.safetensors").touch()
-    resumed = train(config, tmp_path / "killed", resume=True).folder
-    assert differences(resumed, whole) == []
+        train(tiny_config(**SHORT), killed)
+    (killed / "model.safetensors").touch()
+    assert differences(train(tiny_config(**SHORT), killed, resume=True).folder, whole) == []

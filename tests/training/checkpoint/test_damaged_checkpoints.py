@@ -95,6 +95,13 @@ def refused(words: list[str], log: Path) -> str:
     return refusal(job.said())
 
 
+def flipped(content: bytes, place: int, bit: int) -> bytes:
+    """With one bit changed."""
+    changed = bytearray(content)
+    changed[place] ^= 1 << bit
+    return bytes(changed)
+
+
 def is_noticed(path: Path, content: bytes) -> bool:
     path.write_bytes(content)
     try:
@@ -111,9 +118,7 @@ def test_every_changed_byte_of_a_checkpoint_is_noticed(stopped, tmp_path):
     damaged: dict[str, bytes] = {}
     while len(damaged) < 200:
         place, bit = draw.randrange(len(raw)), draw.randrange(8)
-        flipped = bytearray(raw)
-        flipped[place] ^= 1 << bit
-        damaged[f"bit {bit} of byte {place}"] = bytes(flipped)
+        damaged[f"bit {bit} of byte {place}"] = flipped(raw, place, bit)
     for size in (0, 1, 7, 8, len(raw) - 1, *draw.sample(range(9, len(raw) - 1), 45)):
         damaged[f"cut to {size} bytes"] = raw[:size]
     assert len(damaged) == 250
@@ -126,9 +131,7 @@ def test_a_damaged_header_is_noticed_wherever_it_is(stopped, tmp_path):
     end = 8 + int.from_bytes(raw[:8], "little")
     for place in (*range(8), *range(8, end, 211), *range(end - 8, end)):
         for bit in range(8):
-            flipped = bytearray(raw)
-            flipped[place] ^= 1 << bit
-            assert is_noticed(copy, bytes(flipped)), f"bit {bit} of byte {place}"
+            assert is_noticed(copy, flipped(raw, place, bit)), f"bit {bit} of byte {place}"
 
 
 def test_a_truncated_checkpoint_is_skipped_for_the_one_before_it(
@@ -149,9 +152,7 @@ def test_a_truncated_checkpoint_is_skipped_for_the_one_before_it(
 
 def test_a_run_with_only_damaged_checkpoints_is_refused_and_kept(stopped, words, tmp_path):
     for path in find_checkpoints(stopped / "checkpoints"):
-        content = bytearray(path.read_bytes())
-        content[-100] ^= 1
-        path.write_bytes(content)
+        path.write_bytes(flipped(path.read_bytes(), -100, 0))
     before = contents(stopped)
     line = refused([*words, str(stopped), "--resume"], tmp_path / "log")
     assert "every checkpoint is damaged" in line
@@ -270,11 +271,9 @@ def write(run: Any, folder: Path) -> Path:
 
 def test_a_checkpoint_of_another_optimiser_is_refused(tmp_path):
     write(run_of(torch.optim.AdamW), tmp_path)
-    others = [run_of(torch.optim.AdamW, groups=1), run_of(torch.optim.SGD)]
-    for other in others:
-        with pytest.raises(
-            WeightsError, match=r"of another optimiser: .* start again with --overw"
-        ):
+    message = r"of another optimiser: .* start again with --overw"
+    for other in (run_of(torch.optim.AdamW, groups=1), run_of(torch.optim.SGD)):
+        with pytest.raises(WeightsError, match=message):
             load_checkpoint(tmp_path, other, print)
     load_checkpoint(tmp_path, run_of(torch.optim.AdamW), print)
 

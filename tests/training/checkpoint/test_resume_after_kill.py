@@ -17,17 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.children import Job, complete, differences, seen, train
+from tests.training.runs import SHORT, events
 from vit.config import Config
 from vit.training.checkpoint.checkpoint import find_checkpoints
 from vit.weights.safetensors_io import read_tensors
 
-EVERYTHING = {
-    "epochs": 3,
-    "batch_size": 6,
-    "color_jitter": 0.4,
-    "workers": 2,
-    "checkpoint_steps": 2,
-}
+EVERYTHING = {"batch_size": 6, "color_jitter": 0.4, "workers": 2, "checkpoint_steps": 2}
 KILLED = -signal.SIGKILL
 
 
@@ -48,11 +43,7 @@ class Kill:
     loaders: bool
 
     def strike(self, job: Job, folder: Path) -> bool | None:
-        """Let a job train until the kill.
-
-        Returns:
-            Whether it left a file half written; None where the training ended before.
-        """
+        """Whether the kill left a file half written; None where the training ended before."""
         if job.ended(self.moment) or (self.saving and not self.stop_while_saving(job, folder)):
             return None
         code = job.kill(loaders=self.loaders)[0]
@@ -96,11 +87,7 @@ def draw_kills(draw: random.Random, duration: float, *, saving: bool, twice: boo
 
 
 def lost_steps(folder: Path) -> int:
-    """Steps that were made, by metrics.jsonl, since the newest checkpoint.
-
-    Raises:
-        WeightsError: A checkpoint that has its name is not whole.
-    """
+    """Steps that were made, by metrics.jsonl, since the newest checkpoint, which is whole."""
     metrics, saved = folder / "metrics.jsonl", find_checkpoints(folder / "checkpoints")
     made = metrics.read_bytes().count(b'"event": "step"') if metrics.exists() else 0
     return made - max(
@@ -108,14 +95,19 @@ def lost_steps(folder: Path) -> int:
     )
 
 
+def undisturbed(config: Config, folder: Path, processes: int = 1) -> tuple[Path, float]:
+    """A run that nothing disturbs, and its seconds."""
+    started = time.monotonic()
+    complete(train, config, folder / "whole", log=folder / "whole.log", processes=processes)
+    return folder / "whole", time.monotonic() - started
+
+
 @pytest.fixture(scope="module")
 def whole(tiny_config, tmp_path_factory) -> tuple[Path, float]:
-    """A run with everything random switched on that nothing disturbs, and its seconds."""
+    """One with everything random switched on."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    complete(train, tiny_config(epochs=1, warmup_epochs=0), folder / "warm", log=folder / "log")
-    started = time.monotonic()
-    complete(train, tiny_config(**EVERYTHING), folder / "whole", log=folder / "whole.log")
-    return folder / "whole", time.monotonic() - started
+    complete(train, tiny_config(**SHORT), folder / "warm", log=folder / "log")
+    return undisturbed(tiny_config(**EVERYTHING), folder)
 
 
 @dataclass
@@ -153,11 +145,7 @@ class Tally:
         self.failures += tuple(f"{kills}: {fault}" for fault in faults)
 
     def ask(self, killed: int, while_saving: int) -> Iterator[bool]:
-        """Whether the next kill waits for a half-written file, until there were enough of both.
-
-        A run may end before its kill, and a file be whole by the time that the signal comes: then
-        there is one more.
-        """
+        """Whether the next kill waits for a half-written file, until there were enough of both."""
         for _ in range(12 * killed):
             if self.killed >= killed and self.while_saving >= while_saving:
                 break
@@ -182,9 +170,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_
 def test_two_processes_killed_at_any_moment_resume_to_the_same_result(tiny_config, tmp_path):
     config = tiny_config(**{**EVERYTHING, "batch_size": 12, "checkpoint_steps": 1})
     draw, tally = random.Random(4), Tally()
-    started = time.monotonic()
-    complete(train, config, tmp_path / "whole", log=tmp_path / "log", processes=2)
-    duration = time.monotonic() - started
+    _, duration = undisturbed(config, tmp_path, processes=2)
     for saving in tally.ask(4, 2):
         kills = draw_kills(draw, duration, saving=saving, twice=False)
         tally.kill(config, tmp_path / "run", tmp_path / "whole", kills, processes=2)
@@ -204,9 +190,7 @@ def test_pretrainings_and_students_killed_at_any_moment_resume_to_the_same_resul
         changes = {"teacher": str(whole[0]), "feature_cache": str(tmp_path / "cache")}
     config = tiny_config(**{**EVERYTHING, **changes})
     draw, tally = random.Random(6), Tally()
-    started = time.monotonic()
-    complete(train, config, tmp_path / "whole", log=tmp_path / "log")
-    duration = time.monotonic() - started
+    _, duration = undisturbed(config, tmp_path)
     for saving in tally.ask(3, 1):
         kills = draw_kills(draw, duration, saving=saving, twice=tally.killed == 2)
         tally.kill(config, tmp_path / "run", tmp_path / "whole", kills)
@@ -218,11 +202,7 @@ def test_pretrainings_and_students_killed_at_any_moment_resume_to_the_same_resul
 def stop_and_resume(
     config: Config, folder: Path, whole: Path, moments: Iterable[float], times: int = 1
 ) -> list[int]:
-    """Stop runs by SIGTERM at some moments until it came in time often enough; resume, compare.
-
-    Returns:
-        The exit code of each.
-    """
+    """Stop runs by SIGTERM at moments until it came in time often enough; their exit codes."""
     log, codes = folder.with_suffix(".log"), list[int]()
     for moment in moments:
         shutil.rmtree(folder, ignore_errors=True)
@@ -277,5 +257,4 @@ def test_another_number_of_processes_trains_on_the_rest(tiny_config, tmp_path, b
     )
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, atol=2e-4, rtol=0)
-    epochs = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [event["epoch"] for event in epochs if event["event"] == "epoch"] == [1, 2, 3]
+    assert [event["epoch"] for event in events(out)] == [1, 2, 3]

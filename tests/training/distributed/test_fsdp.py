@@ -38,17 +38,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(find_checkpoints(folder / "checkpoints")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"position": "learned"}, marks=pytest.mark.slow),
-        pytest.param({"position": "sinusoidal_2d"}, marks=pytest.mark.slow),
-        pytest.param({"patch_sizes": [2, 4]}, marks=pytest.mark.slow),
-        pytest.param({"stem": "conv", "ema": 0.9}, marks=pytest.mark.slow),
-        pytest.param(
-            {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
-            marks=pytest.mark.slow,
-        ),
+        {"position": "learned"},
+        {"position": "sinusoidal_2d"},
+        {"patch_sizes": [2, 4]},
+        {"stem": "conv", "ema": 0.9},
+        {"feedforward": "moe", "num_experts": 4, "moe_every": 1, "balance_loss": 0.1},
     ],
     ids=str,
 )

@@ -280,11 +280,9 @@ def test_accuracy_counts_unless_it_is_luck():
     assert choose_penalty([far, best]) is best
     assert within_one_standard_error(trial("0001111111", 1.0), best)  # three lost, two won
     # unseen classes have no loss
-    unseen = PenaltyTrial(1.0, torch.empty(0), torch.ones(2), torch.tensor([math.inf, 0.5]))
-    assert unseen.loss == 0.5
-    assert (
-        PenaltyTrial(1.0, torch.empty(0), torch.ones(1), torch.tensor([math.inf])).loss == math.inf
-    )
+    for losses, loss in (([math.inf, 0.5], 0.5), ([math.inf], math.inf)):
+        unseen = PenaltyTrial(1.0, torch.empty(0), torch.ones(len(losses)), torch.tensor(losses))
+        assert unseen.loss == loss
 
 
 def test_what_a_user_sees():

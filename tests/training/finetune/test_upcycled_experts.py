@@ -5,8 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training import children
 from tests.training.children import complete
-from tests.training.runs import cut_and_continued, events, last_weights
+from tests.training.runs import (
+    ON_CPU,
+    SIZES,
+    cut_and_continued,
+    equal_models,
+    events,
+    last_weights,
+)
 from vit.config.setting_layers import make_config, read_settings
 from vit.errors import ConfigError, VitError
 from vit.model.build import build_classifier
@@ -14,17 +22,15 @@ from vit.training.finetune.lora import add_lora
 from vit.training.train import train
 from vit.weights.saved_model import load_run
 
-USUAL = {"device": "cpu", "workers": 0, "precision": "fp32", "batch_size": 12, "epochs": 2}
+USUAL = {**ON_CPU, "epochs": 2}
 EXPERTS = {"feedforward": "moe", "num_experts": 4}
 
 
 @pytest.fixture(scope="module")
 def dense(colour_data, tmp_path_factory) -> Path:
     """A run without experts that has learnt something."""
-    folder = tmp_path_factory.mktemp("dense") / "run"
-    tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
-    config = make_config({"data": str(colour_data), **tiny, **USUAL, "epochs": 3, "lr": 3e-3})
-    return train(config, folder).folder
+    settings = {"data": str(colour_data), **SIZES, **ON_CPU, "epochs": 3, "lr": 3e-3}
+    return train(make_config(settings), tmp_path_factory.mktemp("dense") / "run").folder
 
 
 @pytest.fixture
@@ -68,15 +74,7 @@ def test_a_run_resumes_exactly_without_the_dense_one(fine, dense, tmp_path):
 def test_the_written_config_repeats_the_run(fine, tmp_path):
     first = fine(layer_decay=0.5, shared_expert=True)
     stored = read_settings(first / "config.yaml")
-    second = train(make_config(stored), tmp_path / "again").folder
-    names = [folder / "model.safetensors" for folder in (first, second)]
-    assert names[0].read_bytes() == names[1].read_bytes()
-
-
-def tune(words: dict, folder: Path) -> None:
-    """What each of several processes does."""
-    torch.set_num_threads(1)
-    train(make_config(words), folder)
+    assert equal_models(first, train(make_config(stored), tmp_path / "again").folder)
 
 
 @pytest.mark.slow
@@ -84,30 +82,31 @@ def test_two_processes_train_as_one(fine, dense, colour_data, tmp_path):
     still = {"drop_path": 0.0, "method": "full"}
     alone = fine("alone", **still)
     words = {"data": str(colour_data), "weights": str(dense), **USUAL, **EXPERTS, **still}
-    complete(tune, words, tmp_path / "two", log=tmp_path / "log", processes=2)
+    complete(
+        children.train, make_config(words), tmp_path / "two", log=tmp_path / "log", processes=2
+    )
     for one, two in zip(events(alone), events(tmp_path / "two"), strict=True):
         assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-4)
-
-
-@pytest.mark.parametrize("method", ["probe", "linear", "lora"])
-def test_methods_that_leave_experts_equal_are_refused(fine, tmp_path, method):
-    message = f"^method={method}: experts do not learn by it, .* stay equal; use --method full, or"
-    with pytest.raises(ConfigError, match=message) as caught:
-        fine(method=method, epochs=None if method == "probe" else 1)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
+        *(
+            (
+                {"method": method, "epochs": None if method == "probe" else 1},
+                f"^method={method}: experts do not learn by it, .* stay equal; use --method full",
+            )
+            for method in ("probe", "linear", "lora")
+        ),
         ({"top_k": 1}, "softmax with top_k=1 of num_experts=4: .* use top_k=2$"),
         ({"hidden_dim": 32}, "hidden_dim=32: run .* has hidden_dim=64; leave it out, or start"),
     ],
 )
 def test_impossible_experts_are_refused_before_anything_is_written(fine, tmp_path, chosen, message):
-    with pytest.raises(VitError, match=message):
+    with pytest.raises(VitError, match=message) as caught:
         fine(**chosen)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -131,8 +130,7 @@ def test_a_run_with_experts_is_a_source_of_weights(fine, capfd):
 
 @pytest.mark.parametrize("target", ["fc1", "fc2", "router"])
 def test_lora_refuses_what_experts_would_ignore(target):
-    tiny = {"image_size": 16, "patch_size": 8, "dim": 16, "depth": 2, "num_heads": 2}
-    config = make_config({**tiny, **EXPERTS, "shared_expert": True})
+    config = make_config({**SIZES, **EXPERTS, "shared_expert": True})
     message = f"LoRA has no {target} beside stacked experts; choose from qkv, proj$"
     with pytest.raises(ConfigError, match=message):
         add_lora(build_classifier(config.model), rank=2, alpha=4.0, targets=["qkv", target])

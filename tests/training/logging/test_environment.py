@@ -51,16 +51,8 @@ def test_a_machine_without_git_has_no_commits(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "orig_argv", "expected"),
     [
-        (
-            ["/x/bin/vit", "train", "my photos"],
-            ["/x/python", "/x/bin/vit"],
-            "vit train 'my photos'",
-        ),
-        (
-            ["train.py", "--lr", "1"],
-            ["/x/python3", "train.py", "--lr", "1"],
-            "python3 train.py --lr 1",
-        ),
+        (["/x/bin/vit", "train", "a b"], ["/x/python", "/x/bin/vit"], "vit train 'a b'"),
+        (["train.py", "--lr"], ["/x/python3", "train.py", "--lr"], "python3 train.py --lr"),
         (["/x/vit/__main__.py", "train"], ["python", "-m", "vit", "train"], "python -m vit train"),
         (["vit", "a\x1b\n"], ["python", "vit"], r"vit 'a\x1b\n'"),
     ],
