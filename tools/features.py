@@ -151,7 +151,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Read images",
-        "data/image_io data/image_objects data/intensity_range data/preprocessing",
+        "data/image_formats data/image_io "
+        "data/image_objects data/intensity_range data/preprocessing",
         *("", TASKS, DATA, "torch onnx openvino"),
     ),
     Capability(
