@@ -37,6 +37,7 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageEr
 
 from vit.config.data_config import DataConfig
 from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
+from vit.data.channel_image import ChannelImage, ChannelSpec
 from vit.data.image_formats import (
     MAX_CHANNELS,
     Array,
@@ -147,6 +148,35 @@ def read_image(
         return rgb
 
 
+def read_channels(
+    path: PathLike | EncodedImage,
+    spec: ChannelSpec,
+    *,
+    before_decode: Callable[[int], object] | None = None,
+) -> ChannelImage:
+    """Read the channels `spec` of the image of an instrument, upright, in the type of `spec`."""
+    with _open_image(path) as image:
+        if not isinstance(image, ArrayImage) or image.ink:
+            raise UnusableFile(f"{image.mode} of 8 bits; the network takes {spec.count} channels")
+        if image.channels != spec.count:
+            raise UnusableFile(f"{image.channels} channels; the network takes {spec.count}")
+        if spec.value_type != "float32" and not np.can_cast(image.dtype, spec.value_type):
+            raise UnusableFile(f"values of {image.dtype}; the network takes {spec.value_type}")
+        if before_decode is not None:
+            before_decode(math.prod(image.size))
+        return to_channel_image(image, spec)
+
+
+def to_channel_image(image: ArrayImage, spec: ChannelSpec) -> ChannelImage:
+    """Decode the channels `spec` of an image, upright."""
+    values = image.load()[..., list(spec.order)]
+    if not np.isfinite(values).all():
+        raise UnusableFile("values that are not finite")
+    channels = ChannelImage(values.astype(spec.value_type), file_format=image.format)
+    transpose = EXIF_TRANSPOSE.get(_orientation(image))
+    return channels if transpose is None else channels.transpose(transpose)
+
+
 def read_pixels(
     path: str | os.PathLike[str],
     min_size: MinSize,
@@ -177,9 +207,8 @@ def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
 def read_intensities(path: str | os.PathLike[str]) -> Array:
     """Read the values of a deep image as stored, (height, width, channels), without opacity."""
     with _open_image(path) as image:
-        if not is_deep(image):
+        if not isinstance(image, ArrayImage):
             raise UnusableFile("has 8 bits per channel")
-        assert isinstance(image, ArrayImage)
         values = image.load()[..., : image.channels]
         if not np.isfinite(values).all():
             raise UnusableFile("values that are not finite")
@@ -192,10 +221,20 @@ def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
         return image.size
 
 
-def check_header(path: PathLike | EncodedImage) -> bool:
-    """Check file type, format and size without decoding; returns whether the image is deep."""
+class StoredValues(NamedTuple):
+    """What the file of an instrument holds."""
+
+    channels: int
+    """Without opacity."""
+    dtype: str
+
+
+def check_header(path: PathLike | EncodedImage) -> StoredValues | None:
+    """Check file type, format and size without decoding; None for an image of 8-bit RGB or grey."""
     with _open_image(path) as image:
-        return is_deep(image)
+        if not isinstance(image, ArrayImage) or image.ink:
+            return None
+        return StoredValues(image.channels, image.dtype.name)
 
 
 class Header(NamedTuple):
@@ -625,6 +664,8 @@ def array_to_rgb(
     values, channels = image.load(), image.channels
     if image.ink and values.dtype == np.uint16:
         return Image.fromarray((values >> 8).astype(np.uint8), "CMYK").convert("RGB")
+    if intensity_range == "own" and channels not in (1, 3):  # to be looked at
+        values, channels = values[..., : 3 if channels > 3 else 1], 3 if channels > 3 else 1
     if channels not in (1, 3) or image.ink:
         raise UnusableFile(f"{channels} channels; 1 (grey) or 3 (colours) are read: save those")
     colours = values[..., :channels]
@@ -637,7 +678,7 @@ def array_to_rgb(
             if 0 < highest <= NEARLY_BLACK:
                 on_dark(highest)
     rgb = np.repeat(shown, 3, axis=2) if channels == 1 else np.ascontiguousarray(shown)
-    if not image.alpha:
+    if not image.alpha or values.shape[2] == channels:
         return Image.fromarray(rgb)
     opacity = values[..., channels:]
     opacity = opacity if values.dtype == np.uint8 else _scale_by_type(opacity)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
+from vit.data.channel_image import ChannelImage, ChannelSpec
 from vit.data.image_formats import Array, ArrayImage
 from vit.data.image_io import ROUNDING, IntensityRange, upright_rgb
 from vit.errors import BadImage, ConfigError, error_text
@@ -94,6 +95,31 @@ def to_rgb_image(
         raise
     except Exception as error:  # any parser, any exception: one image must not end a list
         raise BadImage(name, f"cannot be read: {error_text(error, 120)}") from None
+
+
+def to_channels(source: Any, name: str, spec: ChannelSpec) -> ChannelImage:
+    """The channels of an array or tensor, of any type that `spec` takes.
+
+    Arrays are (height, width, channels), tensors (channels, height, width); of one channel also
+    (height, width).
+    """
+    if isinstance(source, Image.Image):
+        array = np.asarray(source)
+    elif isinstance(source, np.ndarray):
+        array = source
+    else:
+        array = source.detach().cpu().numpy()
+        array = np.moveaxis(array, 0, 2) if array.ndim == 3 else array
+    array = array[..., None] if array.ndim == 2 else array
+    if array.ndim != 3 or array.shape[2] != spec.count or 0 in array.shape:
+        raise ConfigError(
+            f"{name} is {describe(source)}; the network takes images of {spec.count} channels"
+        )
+    if spec.value_type != "float32" and not np.can_cast(array.dtype, spec.value_type):
+        raise ConfigError(f"{name} is {describe(source)}; the network takes {spec.value_type}")
+    if not np.isfinite(array).all():
+        raise BadImage(name, "values that are not finite")
+    return ChannelImage(array[..., list(spec.order)].astype(spec.value_type))
 
 
 def to_array_image(source: Any, name: str) -> ArrayImage:

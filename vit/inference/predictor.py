@@ -82,9 +82,7 @@ class Predictor:
         if not hasattr(model, "run"):
             self.engine = open_engine(model, engine, config, threads, notify)
         network: Engine = self.engine
-        self.read = ImageReader(
-            network.prepare, intensity_range=network.preprocessing.intensity_range, notify=notify
-        )
+        self.read = ImageReader(network.prepare, network.preprocessing, notify=notify)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the engine: classes, precision, and what torch has besides."""
