@@ -623,7 +623,7 @@ def array_to_rgb(
     """Decode an image of any depth as RGB, over white, not yet upright; arguments as for
     `read_image`."""
     values, channels = image.load(), image.channels
-    if image.ink and values.dtype == np.uint16:
+    if image.ink and values.shape[2] == 4 and values.dtype == np.uint16:
         return Image.fromarray((values >> 8).astype(np.uint8), "CMYK").convert("RGB")
     if channels not in (1, 3) or image.ink:
         raise UnusableFile(f"{channels} channels; 1 (grey) or 3 (colours) are read: save those")
