@@ -33,7 +33,7 @@ def ramp(dtype, channels: int = 1) -> np.ndarray:
     share = (y * channel + x * (6 - channel % 6)) / (HEIGHT * channel + WIDTH * 6)
     if dtype.kind == "f":
         return share.astype(dtype)
-    low, high = max(np.iinfo(dtype).min, -30000), min(np.iinfo(dtype).max, 60000)
+    low, high = np.clip([np.iinfo(dtype).min, np.iinfo(dtype).max], -30000, 60000)
     return (low + share * (high - low)).astype(dtype)
 
 
@@ -50,6 +50,11 @@ def write(tmp_path):
         return path
 
     return write
+
+
+def in_memory(save, *arguments, **settings) -> bytes:
+    save(buffer := io.BytesIO(), *arguments, **settings)
+    return buffer.getvalue()
 
 
 def refusal(path, read=read_image, **settings) -> str:
@@ -180,6 +185,17 @@ def test_packed_values_are_read(write, bits, photometric):
         assert np.array_equal(read_intensities(path)[..., 0], bright)
     else:
         assert np.array_equal(np.asarray(read_image(path))[..., 0], bright * 255 // (2**bits - 1))
+
+
+@pytest.mark.parametrize(
+    "compression", ["tiff_ccitt", "group3", "group4", "tiff_lzma", "tiff_jpeg"]
+)
+def test_compressions_of_pillow_are_read(compression):
+    mode = "L" if compression in ("tiff_lzma", "tiff_jpeg") else "1"
+    image = Image.fromarray(ramp("u1")[..., 0]).convert(mode)
+    content = in_memory(image.save, "TIFF", compression=compression)
+    found = np.asarray(read_image(EncodedImage("x", content)).convert("L")).astype(int)
+    assert np.abs(found - np.asarray(image.convert("L"))).max() < 12
 
 
 @pytest.mark.parametrize(
@@ -321,15 +337,21 @@ def test_missing_strips_and_tiles_are_never_zeros(write, dtype, compression, til
             assert "damaged or cut short" in refusal(path)
 
 
+@pytest.mark.parametrize("dtype", ["u1", "u2"])
+def test_values_without_byte_counts_are_read(write, dtype):
+    path = write(values := ramp(dtype)[..., 0])
+    with tifffile.TiffFile(path) as file:
+        at = file.pages.first.tags["StripByteCounts"].offset
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + b"\xff\xff" + data[at + 2 :])
+    found = np.asarray(read_image(path)) if dtype == "u1" else read_intensities(path)
+    assert np.array_equal(found[..., 0], values)
+
+
 # --- damage --------------------------------------------------------------------------------------
 
 DICOM = Path(pydicom.__file__).parent / "data" / "test_files"
 OBJECTS = np.array([[{}]])  # which numpy would unpickle
-
-
-def in_memory(save, *arguments, **settings) -> bytes:
-    save(buffer := io.BytesIO(), *arguments, **settings)
-    return buffer.getvalue()
 
 
 def bases() -> list[bytes]:
@@ -396,10 +418,10 @@ def test_numpy_files_are_read(write, dtype, save, channels, first):
         assert read_intensities(path).dtype.isnative
 
 
-@pytest.mark.parametrize("shape", [(5, 6, 5), (4, 6, 9), (9, 6, 4)])
+@pytest.mark.parametrize("shape", [(5, 6, 5), (4, 9, 6), (9, 6, 4), (6, 4, 5)])
 def test_the_smaller_of_the_outer_sides_is_the_channels(write, shape):
     values = np.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
-    expected = np.moveaxis(values, 0, 2) if shape == (4, 6, 9) else values
+    expected = np.moveaxis(values, 0, 2) if shape == (4, 9, 6) else values
     assert np.array_equal(read_intensities(write(in_memory(np.save, values))), expected)
 
 

@@ -19,8 +19,9 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -114,7 +115,7 @@ def read_tiff(file: BinaryIO) -> ArrayImage | None:
             raise UnusableFile(f"{colour_model} colours of {bits} bits; save RGB of 8 bits")
         if int(page.compression) not in PILLOW_COMPRESSIONS:
             raise UnusableFile(f"{_compression(page)}; save it with Deflate")
-        _check_presence(page)
+        _present_segments(page, page.databytecounts or repeat(1))  # Pillow needs no bytes
         return None
     if photometric not in COLOURS or page.dtype is None or page.dtype.kind not in "uif":
         kind = page.dtype.name if page.dtype is not None else f"{bits} bits"
@@ -190,10 +191,10 @@ def has_imagecodecs() -> bool:
     return importlib.util.find_spec("imagecodecs") is not None
 
 
-def _check_presence(page: Any) -> list[tuple[int, int]]:
-    """Refuse missing strips and tiles; where the others begin, and their bytes."""
+def _present_segments(page: Any, sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where strips or tiles begin, and their bytes, if none is missing."""
     number = math.prod(page.chunked)
-    spans = list(zip(page.dataoffsets, page.databytecounts, strict=False))[:number]
+    spans = list(zip(page.dataoffsets, sizes, strict=False))[:number]
     there = [(at, size) for at, size in spans if at > 0 and size > 0]
     if len(there) < number:
         raise UnusableFile(f"{number - len(there)} of its {number} strips or tiles are missing")
@@ -202,7 +203,7 @@ def _check_presence(page: Any) -> list[tuple[int, int]]:
 
 def _check_segments(page: Any) -> None:
     """Refuse strips and tiles that are missing, cut short, or larger than they should be."""
-    file, spans = page.parent.filehandle, _check_presence(page)
+    file, spans = page.parent.filehandle, _present_segments(page, page.databytecounts)
     if any(at + size > file.size for at, size in spans):
         raise UnusableFile("damaged or cut short (strips or tiles beyond the end of the file)")
     if int(page.compression) in DEFLATE and not has_imagecodecs():  # tifffile alone has no limit
