@@ -93,6 +93,7 @@ def test_dicom_files_have_the_values_of_pydicom(name, mode):
 
 
 CURVE = np.linspace(90, 4095, 3000).astype(int)
+SHORT = CURVE[:256] // 2  # of 8 bits; most values lie beyond its end
 GREYS = ("MR_small", "CT_small", "rtdose_1frame")
 
 
@@ -105,6 +106,10 @@ GREYS = ("MR_small", "CT_small", "rtdose_1frame")
         ("MR_small", {"WindowWidth": None}, lambda v: v),
         ("MR_small", {"VOILUTSequence": table(CURVE)}, lambda v: CURVE[v] / 4095),
         ("MR_small", {"VOILUTSequence": table(CURVE[::-1])}, lambda v: CURVE[2999 - v] / 4095),
+        (
+            *("MR_small", {"VOILUTSequence": table(SHORT, bits=8)}),
+            lambda v: SHORT[v.clip(0, 255)] / 255,
+        ),
         ("CT_small", {"RescaleSlope": ""}, lambda v: v),
         ("CT_small", {"RescaleSlope": 2}, lambda v: v * 2.0 - 1024),
         ("CT_small", {"RescaleIntercept": 0}, lambda v: v),
@@ -143,8 +148,8 @@ def test_other_dicom_files_are_refused(content, reason):
 
 @pytest.mark.parametrize("name", ["VOILUTSequence", "ModalityLUTSequence"])
 def test_lookup_tables_that_pydicom_reads_wrong_are_refused(name):
-    content = dicom("MR_small.dcm", **{name: table(CURVE // 16, bits=8)})
-    assert refusal(content) == "a DICOM file with a lookup table of 3000 entries"
+    content = dicom("MR_small.dcm", **{name: table(CURVE[:257] // 16, bits=8)})
+    assert refusal(content) == "a DICOM file with a lookup table of 257 entries of 8 bits"
 
 
 def test_without_pydicom_the_extra_is_named(monkeypatch):

@@ -321,7 +321,9 @@ def read_dicom(file: BinaryIO) -> ArrayImage:
     colour = int(header.SamplesPerPixel) > 1 or photometric == PALETTE
     integer = np.dtype(f"{'i' if header.PixelRepresentation else 'u'}{header.BitsAllocated // 8}")
     if photometric == PALETTE:
-        integer = np.dtype(np.uint8 if _palette_bits(header) == 8 else np.uint16)
+        integer = np.dtype(
+            np.uint8 if header.RedPaletteColorLookupTableDescriptor[2] == 8 else np.uint16
+        )
     elif not colour and (_has_window(header) or _is_rescaled(header)):
         integer = np.dtype(np.float32)
     return ArrayImage(
@@ -337,16 +339,13 @@ def _not_decoded(syntax: str) -> str:
     return f"a DICOM file in {syntax}: pip install python-gdcm, or convert it"
 
 
-def _palette_bits(header: Any) -> int:
-    return _table_bits(header.RedPaletteColorLookupTableDescriptor)
-
-
-def _table_bits(descriptor: Any) -> int:
-    """Bits of the entries of a lookup table; pydicom reads up to 256 entries of 8 bits right."""
-    entries, _, bits = map(int, descriptor)
-    if bits == 8 and not 0 < entries <= 256:
-        raise UnusableFile(f"a DICOM file with a lookup table of {entries or 65536} entries")
-    return bits
+def _within_table(values: Array, descriptor: Any) -> Array:
+    """Values with an entry in a lookup table; pydicom drops the upper bits of all others."""
+    entries, first, bits = map(int, descriptor)
+    entries = entries or 2**16
+    if bits == 8 and entries > 256:  # of which it drops those too
+        raise UnusableFile(f"a DICOM file with a lookup table of {entries} entries of 8 bits")
+    return values.astype(np.int64).clip(first, first + entries - 1)
 
 
 def _has_window(header: Any) -> bool:
@@ -381,21 +380,24 @@ def _dicom_values(file: BinaryIO) -> Array:
     except (RuntimeError, NotImplementedError):  # of all decoders that are installed
         raise UnusableFile(_not_decoded(data.file_meta.TransferSyntaxUID.name)) from None
     if data.PhotometricInterpretation == PALETTE:
-        values = apply_color_lut(values, data)
-        return values.astype(np.uint8) if _palette_bits(data) == 8 else values
+        palette = data.RedPaletteColorLookupTableDescriptor
+        values = apply_color_lut(_within_table(values, palette), data)
+        return values.astype(np.uint8) if palette[2] == 8 else values
     if values.ndim == 3:
         return values
     stored = int(data.BitsStored)
     if data.get("ModalityLUTSequence"):
-        _table_bits(data.ModalityLUTSequence[0].LUTDescriptor)
+        values = _within_table(values, data.ModalityLUTSequence[0].LUTDescriptor)
     if _is_rescaled(data):
         values = apply_modality_lut(values, data).astype(np.float32)
     if _has_window(data):
-        shown = apply_voi_lut(values, data)
         if data.get("VOILUTSequence"):
-            black, white = 0, 2 ** _table_bits(data.VOILUTSequence[0].LUTDescriptor) - 1
+            table = data.VOILUTSequence[0].LUTDescriptor
+            values = _within_table(values, table)
+            black, white = 0, 2 ** table[2] - 1
         else:
             black, white = apply_voi_lut(np.array([-1e12, 1e12]), data)
+        shown = apply_voi_lut(values, data)
         values = ((shown - black) / (white - black)).astype(np.float32)
     if data.PhotometricInterpretation == "MONOCHROME1":
         values = _inverted(values, stored)
