@@ -154,6 +154,7 @@ CAPABILITIES: Sequence[Capability] = (
         "data/image_formats data/image_io "
         "data/image_objects data/intensity_range data/preprocessing",
         *("", TASKS, DATA, "torch onnx openvino"),
+        tests="data/test_dicom",
     ),
     Capability(
         "Augment",

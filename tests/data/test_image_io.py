@@ -529,6 +529,38 @@ def test_the_fingerprint_of_an_archive_member_is_that_of_the_archive(tmp_path):
     assert file_fingerprint(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
 
 
+OPAQUE, OPACITY = (0xFF0000, 0xFF00, 0xFF, 0), (0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+BGR = (0xFF, 0xFF00, 0xFF0000, 0xFF000000)
+
+
+def bmp(pixels: np.ndarray, header: int, masks) -> bytes:
+    """A BMP of 32 bits, of which the header has so many bytes; it has masks if any are given."""
+    rows = np.empty_like(pixels)
+    places = {0xFF: 0, 0xFF00: 1, 0xFF0000: 2}
+    rows[..., [places.get(mask, 3) for mask in masks or OPAQUE]] = pixels
+    data, known = rows[::-1].tobytes(), struct.pack("<4I", *masks or OPAQUE)
+    fields = (header, *pixels.shape[1::-1], 1, 32, 3 if masks else 0, len(data), 0, 0, 0, 0)
+    start = (struct.pack("<IiiHHIIiiII", *fields) + known + bytes(124))[:header]
+    start += known[:12] if masks and header == 40 else b""
+    at = 14 + len(start)
+    return b"BM" + struct.pack("<IHHI", at + len(data), 0, 0, at) + start + data
+
+
+@pytest.mark.parametrize("header", [40, 52, 56, 108, 124])
+@pytest.mark.parametrize("masks", [None, OPAQUE, OPACITY, BGR])
+@pytest.mark.parametrize("alpha", [0, 255, None])
+def test_bmps_have_an_opacity_only_with_its_mask(write, header, masks, alpha):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)
+    pixels[..., 3] = pixels[..., 3] if alpha is None else alpha
+    path, known = write(bmp(pixels, header, masks)), header >= 56 and masks in (OPACITY, BGR)
+    if masks == BGR and not known:
+        assert "Unsupported BMP bitfields layout" in refusal(path)
+        return
+    share = pixels[..., 3:] / 255 if known else 1
+    expected = pixels[..., :3] * share + 255 * (1 - share)
+    assert np.abs(np.asarray(read_image(path)) - expected).max() <= known
+
+
 # --- fast JPEG decoding
 
 

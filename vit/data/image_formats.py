@@ -19,8 +19,9 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -82,12 +83,15 @@ COLOURS = {GREY_INVERTED: 1, GREY: 1, RGB: 3, INK: 4}
 """Channels of the photometric interpretations that are read as arrays."""
 PILLOW_ONLY = (3, 6, 8)
 """Palette, YCbCr and CIELab, which Pillow converts; of 8 bits."""
+PILLOW_COMPRESSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 32771, 32773, 32809, 32946, 34925, 50000)
+"""Of colours that Pillow reads; it takes a file of another one for damaged."""
 DEFLATE = (8, 32946)
 BUILT_IN = (1, 32773, *DEFLATE)
 """Compressions that need no imagecodecs: none, PackBits, Deflate."""
 WITH_IMAGECODECS = (5, 50000, 34926)
 """LZW and Zstandard."""
 FLOAT_PREDICTOR = 3
+WHOLE_BYTES = (8, 16, 32, 64)
 ALPHA: dict[int, Literal["straight", "premultiplied"]] = {1: "premultiplied", 2: "straight"}
 """Kinds of opacity, by the number in ExtraSamples."""
 
@@ -107,8 +111,11 @@ def read_tiff(file: BinaryIO) -> ArrayImage | None:
     bits = page.bitspersample
     colour_model = tifffile.PHOTOMETRIC(photometric).name.lower()
     if photometric in PILLOW_ONLY or (plain and page.sampleformat == 1 and bits in (1, 2, 4, 8)):
-        if bits not in (1, 2, 4, 8):
-            raise UnusableFile(f"{colour_model} colours of {bits} bits; save RGB")
+        if bits not in (1, 2, 4, 8) or (photometric == RGB and bits != 8):
+            raise UnusableFile(f"{colour_model} colours of {bits} bits; save RGB of 8 bits")
+        if int(page.compression) not in PILLOW_COMPRESSIONS:
+            raise UnusableFile(f"{_compression(page)}; save it with Deflate")
+        _present_segments(page, page.databytecounts or repeat(1))  # Pillow needs no bytes
         return None
     if photometric not in COLOURS or page.dtype is None or page.dtype.kind not in "uif":
         kind = page.dtype.name if page.dtype is not None else f"{bits} bits"
@@ -155,31 +162,48 @@ def _inverted(values: Array, bits: int) -> Array:
     return ~values if values.dtype.kind == "i" else 1 - values
 
 
-def _check_compression(page: Any) -> None:
-    """Refuse a compression that is not read, or not without imagecodecs."""
+def _compression(page: Any) -> str:
     import tifffile
 
+    values = f"{page.bitspersample} bits" if page.dtype is None else page.dtype.name
+    return f"{tifffile.COMPRESSION(page.compression).name} compression of {values}"
+
+
+def _check_compression(page: Any) -> None:
+    """Refuse a compression that is not read, or not without imagecodecs."""
     compression = int(page.compression)
-    name = f"{tifffile.COMPRESSION(compression).name} compression of {page.dtype.name}"
     if compression not in BUILT_IN + WITH_IMAGECODECS:
-        raise UnusableFile(f"{name}; save it with Deflate")
-    built_in = compression in BUILT_IN and page.predictor != FLOAT_PREDICTOR
-    if not built_in and not has_imagecodecs():
-        raise UnusableFile(f"{name}: pip install 'vit-toolkit[tiff]', or save it with Deflate")
+        raise UnusableFile(f"{_compression(page)}; save it with Deflate")
+    if compression in WITH_IMAGECODECS:
+        what, remedy = _compression(page), "with Deflate"
+    elif page.predictor == FLOAT_PREDICTOR:
+        what, remedy = "a predictor of floating-point numbers", "without one"
+    elif page.bitspersample not in WHOLE_BYTES:
+        what, remedy = f"packed values of {page.bitspersample} bits", "as whole bytes"
+    else:
+        return
+    if not has_imagecodecs():
+        raise UnusableFile(f"{what}: pip install 'vit-toolkit[tiff]', or save it {remedy}")
 
 
 def has_imagecodecs() -> bool:
-    """Whether the decoders of LZW and Zstandard are installed."""
+    """Whether the decoders that tifffile itself lacks are installed."""
     return importlib.util.find_spec("imagecodecs") is not None
+
+
+def _present_segments(page: Any, sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where strips or tiles begin, and their bytes, if none is missing."""
+    number = math.prod(page.chunked)
+    spans = list(zip(page.dataoffsets, sizes, strict=False))[:number]
+    there = [(at, size) for at, size in spans if at > 0 and size > 0]
+    if len(there) < number:
+        raise UnusableFile(f"{number - len(there)} of its {number} strips or tiles are missing")
+    return there
 
 
 def _check_segments(page: Any) -> None:
     """Refuse strips and tiles that are missing, cut short, or larger than they should be."""
-    file = page.parent.filehandle
-    number = math.prod(page.chunked)
-    spans = list(zip(page.dataoffsets, page.databytecounts, strict=False))[:number]
-    if len(spans) < number or any(at <= 0 or size <= 0 for at, size in spans):
-        raise UnusableFile(f"{number - len(spans)} of its {number} strips or tiles are missing")
+    file, spans = page.parent.filehandle, _present_segments(page, page.databytecounts)
     if any(at + size > file.size for at, size in spans):
         raise UnusableFile("damaged or cut short (strips or tiles beyond the end of the file)")
     if int(page.compression) in DEFLATE and not has_imagecodecs():  # tifffile alone has no limit
@@ -263,6 +287,13 @@ def channels_last(values: Array) -> Array:
 
 # --- DICOM ---------------------------------------------------------------------------------------
 
+PALETTE = "PALETTE COLOR"
+DICOM_COLOURS = (
+    *("MONOCHROME1", "MONOCHROME2", PALETTE, "RGB"),
+    *("YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT"),
+)
+"""Photometric interpretations that pydicom converts to RGB."""
+
 
 def read_dicom(file: BinaryIO) -> ArrayImage:
     """Read the header of a DICOM file."""
@@ -276,15 +307,24 @@ def read_dicom(file: BinaryIO) -> ArrayImage:
     if not header.get("Rows"):
         raise UnusableFile("a DICOM file without an image")
     syntax = header.file_meta.TransferSyntaxUID
-    if syntax.is_deflated or not get_decoder(syntax).is_available:
+    if syntax.is_deflated:
+        raise UnusableFile(f"a DICOM file in {syntax.name}; convert it")
+    if not get_decoder(syntax).is_available:
         raise UnusableFile(_not_decoded(syntax.name))
+    photometric = header.PhotometricInterpretation
+    if photometric not in DICOM_COLOURS:
+        raise UnusableFile(f"a DICOM file of {photometric} colours; save RGB")
     if header.BitsAllocated not in (8, 16, 32):
         raise UnusableFile(f"a DICOM file of {header.BitsAllocated} bits; 8, 16 and 32 are read")
     if int(header.get("NumberOfFrames") or 1) > 1:
         raise UnusableFile(f"{header.NumberOfFrames} frames; save each as a file")
-    colour = int(header.SamplesPerPixel) > 1 or header.PhotometricInterpretation == "PALETTE COLOR"
+    colour = int(header.SamplesPerPixel) > 1 or photometric == PALETTE
     integer = np.dtype(f"{'i' if header.PixelRepresentation else 'u'}{header.BitsAllocated // 8}")
-    if not colour and (_has_window(header) or _is_rescaled(header)):
+    if photometric == PALETTE:
+        integer = np.dtype(
+            np.uint8 if header.RedPaletteColorLookupTableDescriptor[2] == 8 else np.uint16
+        )
+    elif not colour and (_has_window(header) or _is_rescaled(header)):
         integer = np.dtype(np.float32)
     return ArrayImage(
         format="DICOM",
@@ -299,13 +339,29 @@ def _not_decoded(syntax: str) -> str:
     return f"a DICOM file in {syntax}: pip install python-gdcm, or convert it"
 
 
+def _within_table(values: Array, descriptor: Any) -> Array:
+    """Values with an entry in a lookup table; pydicom drops the upper bits of all others."""
+    entries, first, bits = map(int, descriptor)
+    entries = entries or 2**16
+    if bits == 8 and entries > 256:  # of which it drops those too
+        raise UnusableFile(f"a DICOM file with a lookup table of {entries} entries of 8 bits")
+    return values.astype(np.int64).clip(first, first + entries - 1)
+
+
 def _has_window(header: Any) -> bool:
-    return "WindowCenter" in header or "VOILUTSequence" in header
+    return bool(header.get("VOILUTSequence")) or _has_values(header, "WindowCenter", "WindowWidth")
 
 
 def _is_rescaled(header: Any) -> bool:
-    slope, intercept = header.get("RescaleSlope", 1), header.get("RescaleIntercept", 0)
-    return (float(slope), float(intercept)) != (1.0, 0.0) or "ModalityLUTSequence" in header
+    return bool(header.get("ModalityLUTSequence")) or (
+        _has_values(header, "RescaleSlope", "RescaleIntercept")
+        and (float(header.RescaleSlope), float(header.RescaleIntercept)) != (1.0, 0.0)
+    )
+
+
+def _has_values(header: Any, *names: str) -> bool:
+    """Whether tags are there and not empty."""
+    return all(header.get(name) is not None for name in names)
 
 
 def _dicom_values(file: BinaryIO) -> Array:
@@ -323,17 +379,26 @@ def _dicom_values(file: BinaryIO) -> Array:
         values: Array = data.pixel_array
     except (RuntimeError, NotImplementedError):  # of all decoders that are installed
         raise UnusableFile(_not_decoded(data.file_meta.TransferSyntaxUID.name)) from None
-    if data.PhotometricInterpretation == "PALETTE COLOR":
-        values = apply_color_lut(values, data)
+    if data.PhotometricInterpretation == PALETTE:
+        palette = data.RedPaletteColorLookupTableDescriptor
+        values = apply_color_lut(_within_table(values, palette), data)
+        return values.astype(np.uint8) if palette[2] == 8 else values
     if values.ndim == 3:
         return values
     stored = int(data.BitsStored)
+    if data.get("ModalityLUTSequence"):
+        values = _within_table(values, data.ModalityLUTSequence[0].LUTDescriptor)
     if _is_rescaled(data):
         values = apply_modality_lut(values, data).astype(np.float32)
     if _has_window(data):
-        shown = apply_voi_lut(values.astype(np.float64), data)
-        ends = apply_voi_lut(np.array([-1e12, 1e12]), data)
-        values = ((shown - ends[0]) / (ends[1] - ends[0])).astype(np.float32)
+        if data.get("VOILUTSequence"):
+            table = data.VOILUTSequence[0].LUTDescriptor
+            values = _within_table(values, table)
+            black, white = 0, 2 ** table[2] - 1
+        else:
+            black, white = apply_voi_lut(np.array([-1e12, 1e12]), data)
+        shown = apply_voi_lut(values, data)
+        values = ((shown - black) / (white - black)).astype(np.float32)
     if data.PhotometricInterpretation == "MONOCHROME1":
         values = _inverted(values, stored)
     return values[..., None]

@@ -662,7 +662,7 @@ def array_to_rgb(
     """Decode an image of any depth as RGB, over white, not yet upright; arguments as for
     `read_image`."""
     values, channels = image.load(), image.channels
-    if image.ink and values.dtype == np.uint16:
+    if image.ink and values.shape[2] == 4 and values.dtype == np.uint16:
         return Image.fromarray((values >> 8).astype(np.uint8), "CMYK").convert("RGB")
     if intensity_range == "own" and channels not in (1, 3):  # to be looked at
         values, channels = values[..., : 3 if channels > 3 else 1], 3 if channels > 3 else 1
