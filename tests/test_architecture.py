@@ -57,7 +57,7 @@ ALLOWED = {
     "vit.data.captions": {"numpy", "torch", "tokenizers", *LEVEL_0},
     "vit.data": {
         *NUMERIC, "torchvision", "PIL", "einops", "openpyxl", "pillow_heif", "simplejpeg",
-        "pyarrow", *LEVEL_0, "vit.data.captions",
+        "pyarrow", "pydicom", "tifffile", *LEVEL_0, "vit.data.captions",
     },
     "vit.data.sources": {
         *NUMERIC, "PIL", "datasets", "pyarrow", *LEVEL_0,
@@ -133,6 +133,8 @@ ONLY = {
     "onnxscript": {"vit/export/onnx_graph.py"},
     "openpyxl": {"vit/data/workbook.py"},
     "pillow_heif": {"vit/data/image_io.py"},
+    "pydicom": {"vit/data/image_formats.py"},
+    "tifffile": {"vit/data/image_formats.py"},
     "pyarrow": {
         "vit/data/archives.py",
         "vit/data/sources/huggingface_datasets.py",

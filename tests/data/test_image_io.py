@@ -172,7 +172,7 @@ def test_grey_images_of_any_depth_are_scaled_not_clipped(write, pixels, kind, ex
 def test_floating_point_without_a_known_scale_is_refused(write, value):
     pixels = (GREY / 255).astype(np.float32)
     pixels[0, 0] = value
-    assert "grey values" in refusal(write(encoded(Image.fromarray(pixels), "TIFF")))
+    assert "values from" in refusal(write(encoded(Image.fromarray(pixels), "TIFF")))
 
 
 RAMP = np.linspace(0, 4095, GREY.size).astype(np.uint16).reshape(GREY.shape)
@@ -242,7 +242,7 @@ def test_the_intensity_range_of_deep_images_becomes_black_to_white(write, conten
         Image.fromarray(read_pixels(path, lambda w, h: (w, h), intensity_range=(0, 4095))),
     ):
         assert np.abs(np.asarray(image) - grey_rgb(SCALED)).max() <= 1
-    assert np.array_equal(read_intensities(path), RAMP)
+    assert np.array_equal(read_intensities(path)[..., 0], RAMP)
     clipped = np.asarray(read_image(path, intensity_range=(1000, 2000)))[..., 0]
     assert np.array_equal(clipped == 0, RAMP < 1002)
     assert np.array_equal(clipped == 255, RAMP > 1998)
@@ -258,7 +258,7 @@ def test_both_bytes_of_16_bit_colours_are_read(write, order, compression):
     assert np.array_equal(read_intensities(path), COLOURS)
     found = np.asarray(read_image(path, intensity_range=(0, 4095)))
     assert np.array_equal(found, np.rint(COLOURS * (255 / 4095)))
-    assert np.array_equal(read_image(path), COLOURS >> 8)  # without a range: the upper byte
+    assert np.array_equal(read_image(path), np.rint(COLOURS / 257))
     alpha = np.full_like(RAMP, 65535)
     alpha[:16] = 0
     path = write(tiff(np.dstack([COLOURS, alpha]), order, compression))
@@ -283,14 +283,18 @@ def test_both_bytes_of_16_bit_colours_of_a_png_are_read(write):
     assert np.array_equal(read_intensities(write(deep_png(COLOURS, 2))), COLOURS)
 
 
-def test_16_bit_grey_with_transparency_is_read_by_the_upper_byte_and_never_by_a_range(write):
+def test_16_bit_grey_with_transparency_is_read_over_white(write):
     alpha, seen = np.full_like(RAMP, 65535), []
+    alpha[:8] = 0
     path = write(deep_png(np.dstack([RAMP, alpha]).astype(np.uint16), 4))
     assert check_header(path)
-    assert np.array_equal(read_image(path, on_dark=seen.append), grey_rgb(RAMP >> 8))
+    assert np.array_equal(read_intensities(path)[..., 0], RAMP)
+    dark = np.asarray(read_image(path, on_dark=seen.append))
+    assert np.array_equal(dark[8:], grey_rgb(np.rint(RAMP / 257))[8:])
     assert seen == [4095]
-    with pytest.raises(BadImage, match="16-bit grey with transparency"):
-        read_image(path, intensity_range=(0, 4095))
+    shown = np.asarray(read_image(path, intensity_range=(0, 4095)))
+    assert np.array_equal(shown[8:], grey_rgb(SCALED)[8:])
+    assert (shown[:8] == 255).all()
 
 
 def test_16_bit_cmyk_has_the_colours_of_8_bits(write):
@@ -304,7 +308,7 @@ def test_16_bit_cmyk_has_the_colours_of_8_bits(write):
 def test_signed_values_are_read_with_an_intensity_range(write):
     values = RAMP.astype(np.int32) - 2000
     path = write(encoded(Image.fromarray(values), "TIFF"))
-    assert np.array_equal(read_intensities(path), values)
+    assert np.array_equal(read_intensities(path)[..., 0], values)
     found = np.asarray(read_image(path, intensity_range=(-2000, 2095)))
     assert np.array_equal(found, grey_rgb(SCALED))
     assert "--intensity-range" in refusal(path)
@@ -357,7 +361,7 @@ def test_heic_images_are_read_upright_with_their_extra(write, orientation):
     content = encoded(stored, "HEIF", quality=95, exif=exif(orientation))
     Image.OPEN.pop("HEIF")  # as in a process that has read none
     path = write(content, "x.heic")
-    assert check_header(path) is False
+    assert check_header(path) is None
     assert_shows(path, CORNERS, 20)
     assert refusal(write(content[: len(content) // 2]))
 
@@ -523,6 +527,38 @@ def test_the_fingerprint_of_an_archive_member_is_that_of_the_archive(tmp_path):
     assert file_fingerprint(str(file))[0] == 5
     assert file_fingerprint(f"{file}/a/b.png") == file_fingerprint(str(file))
     assert file_fingerprint(str(tmp_path / "gone" / "b.png")) == (0, 0, 0, 0)
+
+
+OPAQUE, OPACITY = (0xFF0000, 0xFF00, 0xFF, 0), (0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+BGR = (0xFF, 0xFF00, 0xFF0000, 0xFF000000)
+
+
+def bmp(pixels: np.ndarray, header: int, masks) -> bytes:
+    """A BMP of 32 bits, of which the header has so many bytes; it has masks if any are given."""
+    rows = np.empty_like(pixels)
+    places = {0xFF: 0, 0xFF00: 1, 0xFF0000: 2}
+    rows[..., [places.get(mask, 3) for mask in masks or OPAQUE]] = pixels
+    data, known = rows[::-1].tobytes(), struct.pack("<4I", *masks or OPAQUE)
+    fields = (header, *pixels.shape[1::-1], 1, 32, 3 if masks else 0, len(data), 0, 0, 0, 0)
+    start = (struct.pack("<IiiHHIIiiII", *fields) + known + bytes(124))[:header]
+    start += known[:12] if masks and header == 40 else b""
+    at = 14 + len(start)
+    return b"BM" + struct.pack("<IHHI", at + len(data), 0, 0, at) + start + data
+
+
+@pytest.mark.parametrize("header", [40, 52, 56, 108, 124])
+@pytest.mark.parametrize("masks", [None, OPAQUE, OPACITY, BGR])
+@pytest.mark.parametrize("alpha", [0, 255, None])
+def test_bmps_have_an_opacity_only_with_its_mask(write, header, masks, alpha):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 4), dtype=np.uint8)
+    pixels[..., 3] = pixels[..., 3] if alpha is None else alpha
+    path, known = write(bmp(pixels, header, masks)), header >= 56 and masks in (OPACITY, BGR)
+    if masks == BGR and not known:
+        assert "Unsupported BMP bitfields layout" in refusal(path)
+        return
+    share = pixels[..., 3:] / 255 if known else 1
+    expected = pixels[..., :3] * share + 255 * (1 - share)
+    assert np.abs(np.asarray(read_image(path)) - expected).max() <= known
 
 
 # --- fast JPEG decoding

@@ -108,7 +108,8 @@ def test_the_pixel_budget_admits_what_fits_in_order_and_always_one_image():
 
 
 def reader():
-    read = ImageReader(Preprocessing(image_size=(16, 16)))
+    preprocessing = Preprocessing(image_size=(16, 16))
+    read = ImageReader(preprocessing, preprocessing)
     read.budget = PixelBudget()
     return read
 

@@ -291,7 +291,10 @@ def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 def add_setting(group: Any, setting: Setting) -> None:
     """Add the flag of a setting; its value stays text and is checked like one from a file."""
-    flags = [f"--{setting.name.replace('_', '-')}", *setting.properties.aliases]
+    own = [f"--{setting.name.replace('_', '-')}"] if setting.properties.named else []
+    flags = [*own, *setting.properties.aliases]
+    if not flags:  # a setting of files only
+        return
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"{SETTING}{setting.name}"}
     commas = " Separated by commas." if is_comma_separated(setting.kind) and setting.section else ""
     text = setting.help if setting.section else setting.help.removesuffix(".")

@@ -11,6 +11,15 @@ from vit.errors import ConfigError
 Triple = tuple[float, float, float]
 
 
+CHANNEL_SETTINGS = (
+    *("channel_order", "value_type", "file_channels"),
+    *("channel_ranges", "channel_mean", "channel_std"),
+)
+"""How the values of images of instruments are read."""
+MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
+"""Properties of what is measured on the training images and kept in config.yaml, without a flag."""
+
+
 def check_intensity_range(values: tuple[float, float]) -> None:
     """Refuse a range whose two values are not in order."""
     if len(values) != 2 or not all(map(math.isfinite, values)) or not values[0] < values[1]:
@@ -86,6 +95,19 @@ class DataConfig(SourceConfig):
     """Standard deviation of each colour channel in [0, 1], by which images are divided."""
     intensity_range: tuple[float, float] | None = None
     """Values of 16-bit and float images that become black and white; measured when left empty."""
+    channel_order: tuple[str, ...] = setting((), "--channels", named=False, before_plan=True)
+    """Channels of images of instruments that the network sees in full depth, by number from 0; all,
+    of images of other than 1 or 3 channels, when left empty."""
+    value_type: Literal["uint8", "uint16", "float32"] | None = setting(None, **MEASURED)
+    """Type of the values of `channel_order`; none: images are RGB of 8 bits."""
+    file_channels: int | None = setting(None, least=1, **MEASURED)
+    """Channels of a file."""
+    channel_ranges: tuple[float, ...] = setting((), **MEASURED)
+    """Values of each channel that become 0 and 1: low, high, low, high..."""
+    channel_mean: tuple[float, ...] = setting((), **MEASURED)
+    """Mean of each channel in [0, 1], subtracted from images."""
+    channel_std: tuple[float, ...] = setting((), above=0, **MEASURED)
+    """Standard deviation of each channel in [0, 1], by which images are divided."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

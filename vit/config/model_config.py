@@ -41,7 +41,7 @@ class ModelConfig(Section):
     """Convolutional stem: stride of the first; when empty, 2 for patch_size >= 8, else 1."""
     stem_norm: Literal["layernorm", "batchnorm"] = setting("batchnorm", read_by=(CONV_STEM,))
     """Convolutional stem: normalisation after each convolution."""
-    channels: int = setting(3, "--in-chans", least=1)
+    channels: int = setting(3, "--in-chans", named=False, least=1, decided_by="data")
     """Channels of an image; `vit train` reads images as RGB and accepts only 3."""
     num_classes: int = setting(
         1000,

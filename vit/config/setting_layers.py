@@ -70,7 +70,7 @@ def names_by_alias() -> dict[str, str]:
     for setting in all_settings().values():
         for alias in setting.properties.aliases:
             if alias.startswith("--"):
-                found[alias[2:].replace("-", "_")] = setting.name
+                found.setdefault(alias[2:].replace("-", "_"), setting.name)
     return found
 
 

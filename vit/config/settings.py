@@ -50,6 +50,8 @@ class Properties:
 
     aliases: tuple[str, ...] = ()
     """Alternative flags, such as `-b` or `--img-size`."""
+    named: bool = True
+    """Whether there is a flag of its name; else only its aliases are."""
     least: float | None = None
     above: float | None = None
     most: float | None = None

@@ -13,7 +13,7 @@ All random numbers come from torch's global generator, which the dataset seeds f
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from PIL import Image
 from torch.nn import functional as F
 
 from vit.config import AugmentConfig
+from vit.data.channel_image import ChannelImage, ChannelSpec
 
-Operation = Callable[[Image.Image], Image.Image]
+Operation = Callable[[Any], Any]
 
 THREE_JITTER = 0.3
 """Default colour jitter of 3-Augment."""
@@ -34,10 +35,14 @@ Colour = Literal["brightness", "contrast", "saturation"]
 COLOURS: tuple[Colour, ...] = ("brightness", "contrast", "saturation")
 
 
-def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[Operation]:
-    """The random operations of `config` in their order; pixels outside the image have the RGB
-    colour `fill`."""
+def build_operations(
+    config: AugmentConfig, fill: Sequence[float], channels: ChannelSpec | None = None
+) -> list[Operation]:
+    """The random operations of `config` in their order, for RGB images or those of `channels`;
+    pixels outside the image have the colour `fill`."""
     strength = config.color_jitter
+    if channels is not None:
+        return [ChannelJitter(strength, channels)] if strength else []
     if config.auto_augment == "three":
         strength = strength or THREE_JITTER
     jitter: list[Operation] = [ColorJitter(strength)] if strength else []
@@ -47,7 +52,10 @@ def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[
         return [three_augment, *jitter]
     from torchvision.transforms import v2  # its import takes two seconds
 
-    common = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": list(fill)}
+    common = {
+        "interpolation": v2.InterpolationMode.BILINEAR,
+        "fill": list(fill),
+    }
     layers, magnitude = config.randaugment_layers, config.randaugment_magnitude
     policies: dict[str, Callable[[], Operation]] = {
         "randaugment": lambda: v2.RandAugment(layers, magnitude, **common),
@@ -56,6 +64,36 @@ def build_operations(config: AugmentConfig, fill: tuple[int, int, int]) -> list[
         "augmix": lambda: v2.AugMix(all_ops=False, **common),
     }
     return [policies[config.auto_augment](), *jitter]
+
+
+class ChannelJitter:
+    """Random brightness and contrast of each channel, noise, and a channel that is left out.
+
+    Each factor is uniform in [max(0, 1 - strength), 1 + strength]; noise has a standard deviation
+    of up to strength / 10 of a channel's range. With a probability of strength / 3 one of several
+    channels is replaced by its mean: what colour operations are for other images.
+    """
+
+    def __init__(self, strength: float, spec: ChannelSpec) -> None:
+        self.strength, self.spec = strength, spec
+        self.low = np.array(spec.low, np.float32)
+        self.width = np.array(spec.high, np.float32) - self.low
+
+    def __call__(self, image: ChannelImage) -> ChannelImage:
+        channels, strength = len(self.low), self.strength
+        factors = torch.empty(2, channels).uniform_(max(0.0, 1 - strength), 1 + strength).numpy()
+        values = (image.to_array() - self.low) / self.width
+        values *= factors[0]
+        means = values.mean(axis=(0, 1))
+        values = (values - means) * factors[1] + means
+        sigma = 0.1 * strength * torch.rand(1).item()
+        values += sigma * torch.randn(*values.shape).numpy()
+        drop, chosen = torch.rand(2).tolist()
+        if channels > 1 and drop < strength / 3:
+            number = int(chosen * channels)
+            values[..., number] = self.spec.mean[number]
+        varied = (values * self.width + self.low).astype(np.float32)
+        return ChannelImage(varied, dtype=image.dtype)
 
 
 class ColorJitter:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vit.data.dataset_types import Sample, labels_of
-from vit.data.image_io import read_image, read_pixels
+from vit.data.image_io import read_pixels
 from vit.data.random_seed import random_seed
 from vit.data.sampler import SampleKey
 from vit.data.transforms import TrainingTransform, Transform
@@ -137,7 +137,7 @@ class ImageDataset(Dataset[Batch]):
     def empty_batch(self, transform: Transform) -> Batch:
         """A batch of 0 images, with the image size of `transform`."""
         none = torch.empty(0, dtype=torch.int64)
-        images = torch.empty(0, 3, *transform.image_size, dtype=torch.uint8)
+        images = transform.blank()[None][:0]
         return self._with_captions(Batch(images, self.labels[none], none, none, []), [])
 
     def _with_captions(self, batch: Batch, keys: list[SampleKey]) -> Batch:
@@ -175,15 +175,15 @@ class ImageDataset(Dataset[Batch]):
             raise RuntimeError(f"{printable(path)}: the transform failed: {error}") from error
 
     def _transformed(self, sample: int, path: str, transform: Transform) -> Tensor:
-        deep = transform.intensity_range
         if not isinstance(transform, TrainingTransform):
-            return transform(read_image(path, intensity_range=deep))
+            return transform(transform.read(path))
         cached = None if self.cache is None else self.cache.pixels(sample)
         if cached is not None:
             return transform.apply(lambda _min_size: cached)
         if transform.fast_crop:
+            deep = transform.preprocessing.intensity_range
             return transform.apply(partial(read_pixels, path, intensity_range=deep))
-        return transform(read_image(path, intensity_range=deep))
+        return transform(transform.read(path))
 
 
 class MultiHot:

@@ -21,6 +21,7 @@ decoded at half, a quarter or an eighth of its sides instead, the first that is 
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import re
 import stat
@@ -36,6 +37,14 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageEr
 
 from vit.config.data_config import DataConfig
 from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
+from vit.data.channel_image import ChannelImage, ChannelSpec
+from vit.data.image_formats import (
+    MAX_CHANNELS,
+    Array,
+    ArrayImage,
+    UnusableFile,
+    open_array_image,
+)
 from vit.errors import BadImage, error_text
 
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
@@ -67,6 +76,8 @@ STACKS = {"TIFF", "GIF", "WEBP", "PNG", "AVIF"}
 MAX_PIXELS = DataConfig.max_pixels
 """Limit of decoded pixels, unless `set_max_pixels` sets another."""
 _limit = [MAX_PIXELS]
+PIXEL_BYTES = 8
+"""A pixel of more bytes counts as several against the limit."""
 JPEG_DIVISORS = (1, 2, 4, 8)
 """By which the sides of a JPEG can be divided while it is decoded."""
 MIN_REDUCED_PIXELS = 4_000_000
@@ -75,7 +86,7 @@ MAX_SCANNED_PIXELS = 2_000_000_000
 """Limit of pixels times scans of a JPEG: an empty scan costs a byte of file and a pass over all
 pixels. An image of 24 million pixels may have 83 scans; encoders write about 10."""
 
-EXIF_TRANSPOSE: dict[object, Image.Transpose] = {
+EXIF_TRANSPOSE: dict[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -88,8 +99,8 @@ EXIF_TRANSPOSE: dict[object, Image.Transpose] = {
 SWAPS_SIDES = {EXIF_TRANSPOSE[number] for number in (5, 6, 7, 8)}
 
 
-# Pillow warns of damage that is harmless or raised as BadImage: `-W error` would refuse good images
-warnings.filterwarnings("ignore", module=r"PIL\.")
+# they warn of damage that is harmless or raised as BadImage: `-W error` would refuse good images
+warnings.filterwarnings("ignore", module=r"(PIL|pydicom)\.")
 
 
 def set_max_pixels(pixels: int) -> None:
@@ -127,14 +138,43 @@ def read_image(
             it uses a small part of the range of its type and `intensity_range` is None.
     """
     with _open_image(path) as image:
-        before_decode(image.width * image.height)
+        before_decode(math.prod(image.size))
         pixels = _decode_intact_jpeg(image, min_size)
         if pixels is None:
             rgb = upright_rgb(image, intensity_range, on_dark)
         else:
-            rgb = _turn_upright(Image.fromarray(pixels), image)
+            rgb = _turn_upright(Image.fromarray(pixels), _orientation(image))
         rgb.format = image.format
         return rgb
+
+
+def read_channels(
+    path: PathLike | EncodedImage,
+    spec: ChannelSpec,
+    *,
+    before_decode: Callable[[int], object] | None = None,
+) -> ChannelImage:
+    """Read the channels `spec` of the image of an instrument, upright, in the type of `spec`."""
+    with _open_image(path) as image:
+        if not isinstance(image, ArrayImage) or image.ink:
+            raise UnusableFile(f"{image.mode} of 8 bits; the network takes {spec.count} channels")
+        if image.channels != spec.count:
+            raise UnusableFile(f"{image.channels} channels; the network takes {spec.count}")
+        if spec.value_type != "float32" and not np.can_cast(image.dtype, spec.value_type):
+            raise UnusableFile(f"values of {image.dtype}; the network takes {spec.value_type}")
+        if before_decode is not None:
+            before_decode(math.prod(image.size))
+        return to_channel_image(image, spec)
+
+
+def to_channel_image(image: ArrayImage, spec: ChannelSpec) -> ChannelImage:
+    """Decode the channels `spec` of an image, upright."""
+    values = image.load()[..., list(spec.order)]
+    if not np.isfinite(values).all():
+        raise UnusableFile("values that are not finite")
+    channels = ChannelImage(values.astype(spec.value_type), file_format=image.format)
+    transpose = EXIF_TRANSPOSE.get(_orientation(image))
+    return channels if transpose is None else channels.transpose(transpose)
 
 
 def read_pixels(
@@ -153,7 +193,7 @@ def read_pixels(
             return np.array(upright_rgb(image, intensity_range))
         if _orientation(image) not in EXIF_TRANSPOSE:
             return pixels
-        return np.array(_turn_upright(Image.fromarray(pixels), image))
+        return np.array(_turn_upright(Image.fromarray(pixels), _orientation(image)))
 
 
 def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
@@ -164,16 +204,14 @@ def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
     return min_size(*image.size)
 
 
-def read_intensities(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Read the values of a deep image as stored, (height, width) or (height, width, 3)."""
+def read_intensities(path: str | os.PathLike[str]) -> Array:
+    """Read the values of a deep image as stored, (height, width, channels), without opacity."""
     with _open_image(path) as image:
-        if not is_deep(image):
+        if not isinstance(image, ArrayImage):
             raise UnusableFile("has 8 bits per channel")
-        values = _decode_deep(image)
-        if values.ndim == 3:  # without transparency
-            values = values[..., :3] if values.shape[2] > 2 else values[..., 0]
+        values = image.load()[..., : image.channels]
         if not np.isfinite(values).all():
-            raise UnusableFile("grey values that are not finite")
+            raise UnusableFile("values that are not finite")
         return values
 
 
@@ -183,10 +221,20 @@ def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
         return image.size
 
 
-def check_header(path: PathLike | EncodedImage) -> bool:
-    """Check file type, format and size without decoding; returns whether the image is deep."""
+class StoredValues(NamedTuple):
+    """What the file of an instrument holds."""
+
+    channels: int
+    """Without opacity."""
+    dtype: str
+
+
+def check_header(path: PathLike | EncodedImage) -> StoredValues | None:
+    """Check file type, format and size without decoding; None for an image of 8-bit RGB or grey."""
     with _open_image(path) as image:
-        return is_deep(image)
+        if not isinstance(image, ArrayImage) or image.ink:
+            return None
+        return StoredValues(image.channels, image.dtype.name)
 
 
 class Header(NamedTuple):
@@ -207,17 +255,25 @@ class Header(NamedTuple):
     height: int
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
+def read_header(path: PathLike | EncodedImage) -> Header:
     """Read the header of the image at `path`."""
     with _open_image(path) as image:
-        alpha = "A" in image.mode.upper() or "transparency" in image.info
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
-        rotated, deep = transpose is not None, is_deep(image)
         size = image.size[::-1] if transpose in SWAPS_SIDES else image.size
-        if image.format == "TIFF" and transpose in SWAPS_SIDES:  # Pillow may have swapped them
-            width, height = (int(image.getexif()[tag]) for tag in (256, 257))
-            size = height, width
-        return Header(image.format or "", image.mode, rotated, alpha, deep, *size)
+        if isinstance(image, ArrayImage):
+            alpha = bool(image.alpha)
+        else:
+            alpha = "A" in image.mode.upper() or "transparency" in image.info
+            if image.format == "TIFF" and transpose in SWAPS_SIDES:  # Pillow may have swapped them
+                width, height = (int(image.getexif()[tag]) for tag in (256, 257))
+                size = height, width
+        deep = is_deep(image)
+        return Header(image.format or "", image.mode, transpose is not None, alpha, deep, *size)
+
+
+def is_deep(image: Image.Image | ArrayImage) -> bool:
+    """Whether an opened image has other values than those of 8 bits, which need a range."""
+    return isinstance(image, ArrayImage) and image.dtype != np.uint8 and not image.ink
 
 
 def has_more_frames(path: str | os.PathLike[str]) -> bool:
@@ -226,6 +282,8 @@ def has_more_frames(path: str | os.PathLike[str]) -> bool:
     Of a format in `STACKS`: in a JPEG, the others are previews that the camera appended.
     """
     with _open_image(path) as image, contextlib.suppress(Exception):  # only later frames are bad
+        if isinstance(image, ArrayImage):
+            return image.more_frames
         return bool(getattr(image, "is_animated", False))
     return False
 
@@ -236,28 +294,44 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         return read_all(file)
 
 
-class UnusableFile(Exception):
-    """Why a file is refused, without its name; becomes a BadImage."""
-
-
 @contextmanager
-def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile]:
+def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile | ArrayImage]:
     """The image at `path` with its header parsed; any error inside becomes a BadImage.
 
-    Its `size` is that at which it is decoded.
+    Its `size` is that at which it is decoded. Of more than 8 bits per channel it is an ArrayImage.
     """
     with (
         _errors_as_bad_image(path) as name,
         _open_encoded(path) if isinstance(path, EncodedImage) else open_regular_file(name) as file,
-        _parse_header(file) as image,
     ):
-        width, height = image.size
-        if width < 1 or height < 1:
-            raise UnusableFile(f"has no pixels: {width} x {height}")
-        divisor = _divisor(image, max_pixels())
-        if divisor > 1:
-            image.draft(image.mode, (width // divisor, height // divisor))
-        yield image
+        array_image = open_array_image(file)
+        if array_image is not None:
+            _check_array_size(array_image)
+            yield array_image
+            return
+        with _parse_header(file) as image:
+            width, height = image.size
+            if width < 1 or height < 1:
+                raise UnusableFile(f"has no pixels: {width} x {height}")
+            divisor = _divisor(image, max_pixels())
+            if divisor > 1:
+                image.draft(image.mode, (width // divisor, height // divisor))
+            if image.format == "BMP" and image.mode == "RGBA" and not _has_alpha_mask(file):
+                image = _without_alpha(image)
+            yield pillow_array(image) or image
+
+
+def _check_array_size(image: ArrayImage) -> None:
+    """Refuse an image without pixels, of too many channels, or beyond the limit of pixels."""
+    width, height = image.size
+    if min(width, height, image.channels) < 1:
+        raise UnusableFile(f"has no pixels: {width} x {height} x {image.channels}")
+    if image.channels > MAX_CHANNELS:
+        raise UnusableFile(f"{image.channels} channels; at most {MAX_CHANNELS} are read")
+    values = image.channels + bool(image.alpha)
+    stored = width * height * values * image.dtype.itemsize
+    if max(width * height, stored / PIXEL_BYTES) > max_pixels():
+        raise _too_large(width, height, max_pixels(), f" of {PIXEL_BYTES} bytes")
 
 
 def _divisor(image: ImageFile.ImageFile, limit: int) -> int:
@@ -324,16 +398,36 @@ def _parse_header(file: BinaryIO) -> ImageFile.ImageFile:
         raise UnusableFile(f"not a readable image ({guess_content(start)})") from None
 
 
+def _has_alpha_mask(file: BinaryIO) -> bool:
+    """Whether the header of a BMP says which bits of a pixel are its opacity."""
+    file.seek(0)
+    start = file.read(70)
+    return int.from_bytes(start[14:18], "little") >= 56 and any(start[66:70])
+
+
+def _without_alpha(image: ImageFile.ImageFile) -> ImageFile.ImageFile:
+    """A BMP whose fourth byte, which has no mask, is no opacity."""
+    image._mode = "RGB"
+    tiles: list[Any] = image.tile
+    image.tile = [
+        tile._replace(args=(tile.args[0].replace("A", "X"), *tile.args[1:])) for tile in tiles
+    ]
+    return image
+
+
 def reads_heic() -> bool:
     """Whether the decoder of HEIC and HEIF images is installed."""
     return importlib.util.find_spec("pillow_heif") is not None
 
 
-def _orientation(image: Image.Image) -> object:
+def _orientation(image: Image.Image | ArrayImage) -> int:
     try:
-        return image.getexif().get(ExifTags.Base.Orientation)
+        if isinstance(image, ArrayImage):
+            return image.orientation()
+        number = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # a damaged tag must not cost the image
-        return None
+        return 1
+    return number if isinstance(number, int) else 1
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -437,9 +531,11 @@ START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 PROGRESSIVE_FRAME = {0xC2, 0xC6, 0xCA, 0xCE}
 
 
-def _decode_intact_jpeg(image: ImageFile.ImageFile, min_size: MinSize | None) -> Pixels | None:
+def _decode_intact_jpeg(
+    image: ImageFile.ImageFile | ArrayImage, min_size: MinSize | None
+) -> Pixels | None:
     """Decode an RGB or grey JPEG without a flaw, not yet upright; None leaves it to Pillow."""
-    if image.format not in JPEG_FORMATS or image.fp is None:
+    if isinstance(image, ArrayImage) or image.format not in JPEG_FORMATS or image.fp is None:
         return None
     data = read_all(image.fp)
     scans, divisor = count_scans(data), (image.decoderconfig or (1,))[0]
@@ -489,26 +585,44 @@ def count_scans(data: bytes) -> int:
 
 
 DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]|LA;16B")
-"""Pillow's names of colours, or grey with transparency, of 16 bits, of which it reads the upper 8.
-
-CMYK of 16 bits is excluded: ink is printed in shares of all of it, and no instrument counts it.
-"""
+"""Pillow's names of colours, or grey with transparency, of 16 bits; it reads the upper 8."""
 ROUNDING = 0.5 / 255
 """By how much a float may leave its scale, as a share of it: half a step of 8 bits is clipped."""
 NEARLY_BLACK = 4095
-"""Largest value of a 16-bit image up to which less than 1/16 of its range is used."""
+"""Largest value of an image of 16-bit integers up to which less than 1/16 of its range is used."""
 MAX_QUANTILE_VALUES = 2**20
 INTENSITY_QUANTILES = (0.001, 0.999)
 
 
-def is_deep(image: Image.Image) -> bool:
-    """Whether an image that is not yet loaded has more than 8 bits per channel."""
-    return image.mode[0] in "IF" or _is_deep_colour(image)
+def pillow_array(image: Image.Image) -> ArrayImage | None:
+    """An opened image of more than 8 bits per channel with all of them; None for any other."""
+    if image.mode[0] in "IF":
+        dtype = np.dtype({"I": np.int32, "F": np.float32}.get(image.mode, np.uint16))
+        channels, load = 1, lambda: np.asarray(image)[..., None]
+    elif image.mode in ("RGB", "RGBA", "LA") and _is_16_bit(image):
+        assert isinstance(image, ImageFile.ImageFile)
+        dtype = np.dtype(np.uint16)
+        channels, load = 1 if _is_grey(image) else 3, lambda: _decode_16_bit(image)
+    else:
+        return None
+    return ArrayImage(
+        format=image.format or "",
+        size=image.size,
+        channels=channels,
+        dtype=dtype,
+        load=load,
+        alpha="straight" if image.mode in ("RGBA", "LA") else "",
+        orientation=lambda: _orientation(image),
+    )
 
 
-def _is_deep_colour(image: Image.Image) -> bool:
+def _is_16_bit(image: Image.Image) -> bool:
     tiles = getattr(image, "tile", ())  # of a file that is not yet loaded
-    return image.mode in ("RGB", "RGBA", "LA") and bool(tiles) and all(map(_rawmode, tiles))
+    return bool(tiles) and all(map(_rawmode, tiles))
+
+
+def _is_grey(image: ImageFile.ImageFile) -> bool:
+    return _rawmode(image.tile[0]).startswith("LA")
 
 
 def _rawmode(tile: Any) -> str:
@@ -517,52 +631,18 @@ def _rawmode(tile: Any) -> str:
     return name if isinstance(name, str) and DEEP_COLOUR.fullmatch(name) else ""
 
 
-def _decode_rgb(
-    image: Image.Image, intensity_range: IntensityRange | Literal["own"] | None
-) -> Image.Image:
-    """Decode an image, and convert it to RGB."""
-    if intensity_range is None or not _is_deep_colour(image):
-        image.load()
-        return to_rgb(image, intensity_range)
-    assert isinstance(image, ImageFile.ImageFile)
-    return deep_to_rgb(_decode_deep(image), intensity_range)
-
-
-def deep_to_rgb(
-    values: np.ndarray[Any, Any], intensity_range: IntensityRange | Literal["own"] | None
-) -> Image.Image:
-    """RGB of uint16 (height, width, 2 to 4): grey or RGB, and transparency, over white.
-
-    Without a range the upper byte is read, as Pillow reads files.
-    """
-    opaque = (values.shape[2] - 1) | 1  # 1 or 3 channels
-    colours = values[..., :opaque]
-    if intensity_range is None:
-        scaled = (colours >> 8).astype(np.uint8)
-    else:
-        scaled = scale_to_8_bit(colours, intensity_range)
-    alpha = (values[..., opaque:] >> 8).astype(np.uint8)
-    rgb = np.repeat(scaled, 3, axis=2) if opaque == 1 else scaled
-    return to_rgb(Image.fromarray(np.concatenate([rgb, alpha], axis=2)))
-
-
-def _decode_deep(image: ImageFile.ImageFile) -> np.ndarray[Any, Any]:
-    """Decode a deep image: grey values of any type, or (height, width, channels) uint16."""
-    if not _is_deep_colour(image):
-        image.load()
-        return np.asarray(image)
+def _decode_16_bit(image: ImageFile.ImageFile) -> Array:
+    """Decode 16-bit colours, or grey with transparency, (height, width, channels) uint16."""
     assert image.fp is not None
-    if _rawmode(image.tile[0]).startswith("LA"):
-        raise UnusableFile(
-            "16-bit grey with transparency, which no --intensity-range reads; save it without"
-        )
-    # Pillow unpacks one byte of two: that of the other byte order is the lower one
-    with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as lower:
-        lower.tile = [_with_other_byte(tile) for tile in lower.tile]
-        lower.load()
-        low = np.asarray(lower)
-    image.load()
-    values: np.ndarray[Any, Any] = (np.asarray(image).astype(np.uint16) << 8) | low
+    with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as other:
+        if _is_grey(image):  # four bytes a pixel, which are read as if they were four channels
+            other._mode = "RGBA"
+            other.tile = [tile._replace(args="RGBA") for tile in other.tile]
+            return np.array(other).view(">u2").astype(np.uint16)
+        # Pillow unpacks one byte of two: that of the other byte order is the lower one
+        other.tile = [_with_other_byte(tile) for tile in other.tile]
+        low = np.asarray(other)
+    values: Array = (np.asarray(image).astype(np.uint16) << 8) | low
     return values
 
 
@@ -574,44 +654,60 @@ def _with_other_byte(tile: Any) -> Any:
     return tile._replace(args=swapped if isinstance(tile[3], str) else (swapped, *tile[3][1:]))
 
 
-def _largest_value(image: Image.Image) -> int:
-    """The largest value of a loaded deep image; of 16-bit colours, the largest possible one."""
-    if image.mode[0] == "F":
-        return NEARLY_BLACK + 1
-    pixels = np.asarray(image)
-    if image.mode[0] == "I":
-        return int(pixels.max())
-    return 256 * int(pixels[..., : 1 if image.mode == "LA" else 3].max()) + 255
+def array_to_rgb(
+    image: ArrayImage,
+    intensity_range: IntensityRange | Literal["own"] | None = None,
+    on_dark: Callable[[int], object] | None = None,
+) -> Image.Image:
+    """Decode an image of any depth as RGB, over white, not yet upright; arguments as for
+    `read_image`."""
+    values, channels = image.load(), image.channels
+    if image.ink and values.shape[2] == 4 and values.dtype == np.uint16:
+        return Image.fromarray((values >> 8).astype(np.uint8), "CMYK").convert("RGB")
+    if intensity_range == "own" and channels not in (1, 3):  # to be looked at
+        values, channels = values[..., : 3 if channels > 3 else 1], 3 if channels > 3 else 1
+    if channels not in (1, 3) or image.ink:
+        raise UnusableFile(f"{channels} channels; 1 (grey) or 3 (colours) are read: save those")
+    colours = values[..., :channels]
+    if values.dtype == np.uint8:
+        shown = colours
+    else:
+        shown = scale_to_8_bit(colours, intensity_range)
+        if on_dark is not None and intensity_range is None and values.dtype.kind in "ui":
+            highest = int(colours.max())
+            if 0 < highest <= NEARLY_BLACK:
+                on_dark(highest)
+    rgb = np.repeat(shown, 3, axis=2) if channels == 1 else np.ascontiguousarray(shown)
+    if not image.alpha or values.shape[2] == channels:
+        return Image.fromarray(rgb)
+    opacity = values[..., channels:]
+    opacity = opacity if values.dtype == np.uint8 else _scale_by_type(opacity)
+    mode = "RGBA" if image.alpha == "straight" else "RGBa"
+    return to_rgb(Image.frombytes(mode, image.size, np.dstack([rgb, opacity]).tobytes()))
 
 
 def upright_rgb(
-    image: Image.Image,
+    image: Image.Image | ArrayImage,
     intensity_range: IntensityRange | Literal["own"] | None = None,
     on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
     """Decode an opened image upright, RGB; arguments as for `read_image`."""
-    deep = is_deep(image)
-    rgb = _decode_rgb(image, intensity_range)
-    if deep and on_dark is not None and intensity_range is None:
-        highest = _largest_value(image)
-        if 0 < highest <= NEARLY_BLACK:
-            on_dark(highest)
-    return _turn_upright(rgb, image)
+    deep = image if isinstance(image, ArrayImage) else pillow_array(image)
+    if deep is not None:
+        return _turn_upright(array_to_rgb(deep, intensity_range, on_dark), _orientation(deep))
+    assert isinstance(image, Image.Image)
+    image.load()
+    return _turn_upright(to_rgb(image), _orientation(image))
 
 
-def _turn_upright(rgb: Image.Image, image: Image.Image) -> Image.Image:
-    """Turn `rgb`, decoded from `image`, by its EXIF orientation."""
-    transpose = EXIF_TRANSPOSE.get(_orientation(image))
+def _turn_upright(rgb: Image.Image, orientation: int) -> Image.Image:
+    """Turn an image upright by its EXIF orientation."""
+    transpose = EXIF_TRANSPOSE.get(orientation)
     return rgb if transpose is None else rgb.transpose(transpose)
 
 
-def to_rgb(
-    image: Image.Image, intensity_range: IntensityRange | Literal["own"] | None = None
-) -> Image.Image:
-    """Convert a decoded image of any mode to RGB; transparency over white, deep channels scaled."""
-    if image.mode[0] in "IF":
-        grey = scale_to_8_bit(np.asarray(image), intensity_range)
-        return Image.fromarray(grey).convert("RGB")
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert a decoded image of 8 bits per channel to RGB; transparency over white."""
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")
@@ -627,13 +723,13 @@ def to_rgb(
 
 
 def scale_to_8_bit(
-    values: np.ndarray[Any, Any], intensity_range: IntensityRange | Literal["own"] | None
+    values: Array, intensity_range: IntensityRange | Literal["own"] | None
 ) -> Pixels:
     """Values of 16 or 32 bits as uint8; `intensity_range` as in `read_image`."""
     if intensity_range is None:
         return _scale_by_type(values)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise UnusableFile("grey values that are not finite")
+        raise UnusableFile("values that are not finite")
     low, high = intensity_quantiles(values) if intensity_range == "own" else intensity_range
     # float32 has all integers of 16 bits, not those of 32
     dtype = np.float32 if values.dtype.itemsize <= 2 else np.float64
@@ -642,20 +738,20 @@ def scale_to_8_bit(
     return np.asarray(np.rint(scaled).clip(0, 255), dtype=np.uint8)
 
 
-def intensity_quantiles(values: np.ndarray[Any, Any]) -> IntensityRange:
+def intensity_quantiles(values: Array) -> IntensityRange:
     """The range of the values of one image, without the 0.1 % at each end: damaged pixels."""
     step = max(values.size // MAX_QUANTILE_VALUES, 1) | 1
     low, high = np.quantile(values.ravel()[::step], INTENSITY_QUANTILES)
     return float(low), float(high)
 
 
-def _scale_by_type(grey: np.ndarray[Any, Any]) -> Pixels:
+def _scale_by_type(grey: Array) -> Pixels:
     """Values as uint8, by the range of their type."""
     low, high = float(grey.min()), float(grey.max())
     limit = 65535.0 if grey.dtype.kind != "f" else 1.0 if high <= 1 + ROUNDING else 255.0
     if not -limit * ROUNDING <= low <= high <= limit * (1 + ROUNDING):  # also false for NaN
         raise UnusableFile(
-            f"grey values from {low:g} to {high:g}; expected 0 to {limit:g}, or --intensity-range "
+            f"values from {low:g} to {high:g}; expected 0 to {limit:g}, or --intensity-range "
             "LOW HIGH"
         )
     scaled = np.rint(np.multiply(grey, 255 / limit, dtype=np.float32))

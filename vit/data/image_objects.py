@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
-from vit.data.image_io import NEARLY_BLACK, ROUNDING, IntensityRange, deep_to_rgb, upright_rgb
+from vit.data.channel_image import ChannelImage, ChannelSpec
+from vit.data.image_formats import Array, ArrayImage
+from vit.data.image_io import ROUNDING, IntensityRange, upright_rgb
 from vit.errors import BadImage, ConfigError, error_text
 from vit.text import printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Array = np.ndarray[Any, np.dtype[Any]]
 ImageInput = Union[str, os.PathLike[str], Image.Image, Array, "Tensor"]
 """Types of images that a predictor accepts."""
 CHANNELS = (1, 3, 4)
@@ -86,15 +87,7 @@ def to_rgb_image(
     on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
     """Upright RGB image of a PIL image, an array or a tensor."""
-    image = source
-    if not isinstance(source, Image.Image):
-        values = to_pixels(source, name)
-        if values.dtype == np.uint16 and values.ndim == 3:
-            highest = int(values[..., :3].max())
-            if on_dark is not None and intensity_range is None and 0 < highest <= NEARLY_BLACK:
-                on_dark(highest)
-            return deep_to_rgb(values, intensity_range)
-        image = Image.fromarray(values)
+    image = source if isinstance(source, Image.Image) else to_array_image(source, name)
     try:
         with _LOAD if getattr(image, "tile", None) else nullcontext():
             return upright_rgb(image, intensity_range, on_dark)
@@ -104,8 +97,33 @@ def to_rgb_image(
         raise BadImage(name, f"cannot be read: {error_text(error, 120)}") from None
 
 
-def to_pixels(source: Any, name: str) -> Array:
-    """The pixels of an array or tensor as Pillow takes them, (height, width[, 3 or 4])."""
+def to_channels(source: Any, name: str, spec: ChannelSpec) -> ChannelImage:
+    """The channels of an array or tensor, of any type that `spec` takes.
+
+    Arrays are (height, width, channels), tensors (channels, height, width); of one channel also
+    (height, width).
+    """
+    if isinstance(source, Image.Image):
+        array = np.asarray(source)
+    elif isinstance(source, np.ndarray):
+        array = source
+    else:
+        array = source.detach().cpu().numpy()
+        array = np.moveaxis(array, 0, 2) if array.ndim == 3 else array
+    array = array[..., None] if array.ndim == 2 else array
+    if array.ndim != 3 or array.shape[2] != spec.count or 0 in array.shape:
+        raise ConfigError(
+            f"{name} is {describe(source)}; the network takes images of {spec.count} channels"
+        )
+    if spec.value_type != "float32" and not np.can_cast(array.dtype, spec.value_type):
+        raise ConfigError(f"{name} is {describe(source)}; the network takes {spec.value_type}")
+    if not np.isfinite(array).all():
+        raise BadImage(name, "values that are not finite")
+    return ChannelImage(array[..., list(spec.order)].astype(spec.value_type))
+
+
+def to_array_image(source: Any, name: str) -> ArrayImage:
+    """An array or tensor as an opened image."""
     what, tensor = f"{name} is {describe(source)}", not isinstance(source, np.ndarray)
     if tensor:  # numpy has no bfloat16
         source = source.detach().cpu()
@@ -117,7 +135,6 @@ def to_pixels(source: Any, name: str) -> Array:
         if axis is None:
             raise ConfigError(f"{what}: no side of 1, 3 or 4 is the channels")
         array = np.moveaxis(array, axis, 2)
-        array = array[..., 0] if array.shape[2] == 1 else array
     if array.ndim not in (2, 3) or 0 in array.shape:
         shape = "(channels, height, width)" if tensor else "(height, width, channels)"
         raise ConfigError(f"{what}; give one image of {shape} or (height, width)")
@@ -131,7 +148,15 @@ def to_pixels(source: Any, name: str) -> Array:
         array = np.rint(array.astype(np.float32) * 255).clip(0, 255).astype(np.uint8)
     if array.dtype not in (np.uint8, np.uint16):
         raise ConfigError(f"{what}; give uint8 in [0, 255], uint16, or floats in [0, 1]")
-    return np.ascontiguousarray(array)
+    values = array.reshape(*array.shape[:2], -1)
+    return ArrayImage(
+        format="",
+        size=(values.shape[1], values.shape[0]),
+        channels=1 if values.shape[2] == 1 else 3,
+        dtype=values.dtype,
+        load=lambda: values,
+        alpha="straight" if values.shape[2] == 4 else "",
+    )
 
 
 def is_array(value: object) -> bool:

@@ -9,20 +9,24 @@ damaged pixels, the outer ones failed exposures.
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from vit.data.image_io import IntensityRange, intensity_quantiles, read_intensities
-from vit.errors import BadImage
+from vit.config.data_config import DataConfig
+from vit.data.channel_image import VALUE_TYPES, ValueType
+from vit.data.image_io import IntensityRange, StoredValues, intensity_quantiles, read_intensities
+from vit.errors import BadImage, ConfigError, DataError
 from vit.text import Notify, plural, printable
 
 T = TypeVar("T")
 
 MAX_MEASURED = 256
 """Images that are measured, evenly spaced over the training images."""
+MAX_PIXELS_OF_IMAGE = 2**14
+"""Pixels of an image of which the channels are measured."""
 THREADS = 4
 IMAGE_QUANTILES = (0.01, 0.99)
 
@@ -52,6 +56,83 @@ def measure_intensity_range(paths: Sequence[str], notify: Notify) -> IntensityRa
         f"on {len(measured):,})"
     )
     return found
+
+
+def measure_channels(
+    data: DataConfig, paths: Sequence[str], stored: Mapping[str, StoredValues], notify: Notify
+) -> dict[str, Any]:
+    """The settings of `vit.config.DataConfig` that say how the values of images are read.
+
+    The range of each channel is measured as that of grey images, its mean and standard deviation
+    within the range, on at most MAX_MEASURED images.
+    """
+    count = stored[paths[0]].channels
+    order = channel_numbers(data.channel_order or tuple(map(str, range(count))), count)
+    value_type = value_type_of({one.dtype for one in stored.values()})
+    chosen = evenly_spaced(paths, MAX_MEASURED)
+    with ThreadPoolExecutor(THREADS) as pool:
+        measured = list(pool.map(lambda path: _channel_sample(path, order), chosen))
+    samples = [one for one in measured if one is not None]
+    if not samples:
+        raise DataError(f"not one of {len(chosen)} images can be read, such as {chosen[0]}")
+    ranges, means, deviations = [], [], []
+    for number, channel in enumerate(order):
+        columns = [sample[:, number] for sample in samples]
+        found = data.intensity_range or common_range(
+            [intensity_quantiles(column) for column in columns], whole=value_type != "float32"
+        )
+        if found is None:
+            raise DataError(f"channel {channel} has the same value in all images: leave it out")
+        low, high = found
+        shares = (np.concatenate(columns).astype(np.float64).clip(low, high) - low) / (high - low)
+        ranges += [low, high]
+        means.append(round(float(shares.mean()), 6))
+        deviations.append(round(max(float(shares.std()), 1e-3), 6))
+    shown = ", ".join(
+        f"{channel}: {ranges[2 * n]:g} to {ranges[2 * n + 1]:g}" for n, channel in enumerate(order)
+    )
+    notify(
+        f"note: {plural(len(order), 'channel')} of {value_type}, which become 0 to 1 (channel: "
+        f"values, measured on {len(samples):,} images): {shown}"
+    )
+    return {
+        "channels": len(order),
+        "channel_order": tuple(map(str, order)),
+        "value_type": value_type,
+        "file_channels": count,
+        "channel_ranges": tuple(ranges),
+        "channel_mean": tuple(means),
+        "channel_std": tuple(deviations),
+    }
+
+
+def channel_numbers(order: Sequence[str], count: int) -> list[int]:
+    """The numbers of `--channels`, of files with `count` channels."""
+    numbers = [int(word) if word.isdecimal() else count for word in order]
+    if max(numbers) >= count or len({*numbers}) < len(numbers):
+        raise ConfigError(
+            f"channel_order={','.join(order)}: give different numbers from 0 to {count - 1}, as "
+            f"in --channels {','.join(map(str, range(count)))}"
+        )
+    return numbers
+
+
+def value_type_of(dtypes: Collection[str]) -> ValueType:
+    """The narrowest type of a network's input that holds all values of files of `dtypes`."""
+    for value_type in VALUE_TYPES[:-1]:
+        if all(np.can_cast(dtype, value_type) for dtype in dtypes):
+            return value_type
+    return "float32"
+
+
+def _channel_sample(path: str, order: Sequence[int]) -> np.ndarray[Any, Any] | None:
+    """Some pixels of an image, (pixels, channels); None if unreadable."""
+    try:
+        values = read_intensities(path)[..., list(order)]
+    except BadImage:  # reported when training reads it
+        return None
+    pixels = values.reshape(-1, len(order))
+    return pixels[:: max(len(pixels) // MAX_PIXELS_OF_IMAGE, 1) | 1]
 
 
 def common_range(ranges: Sequence[IntensityRange], *, whole: bool = True) -> IntensityRange | None:

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vit.config import AugmentConfig
-from vit.data.preprocessing import Preprocessing
+from vit.data.preprocessing import AnyImage, Preprocessing
 from vit.data.transforms import DECODE_MARGIN, Box, PixelSource, TrainingTransform, random_crop_box
 
 
@@ -109,7 +108,7 @@ class MultiViewTransform(TrainingTransform):
         self.global_view = TrainingTransform(config, preprocessing, fast_crop=fast_crop)
         self.local_view = LocalCrop(local, small, max_area=local_crop[1], fast_crop=fast_crop)
 
-    def __call__(self, image: Image.Image) -> Tensor:
+    def __call__(self, image: AnyImage) -> Tensor:
         """RGB image -> (3, *layout.image_size) uint8."""
         return self._arrange(lambda transform: transform(image))
 
@@ -128,7 +127,7 @@ class MultiViewTransform(TrainingTransform):
         return min(math.ceil(width * scale), width), min(math.ceil(height * scale), height)
 
     def _arrange(self, view: Callable[[TrainingTransform], Tensor]) -> Tensor:
-        tensor = torch.zeros(3, *self.image_size, dtype=torch.uint8)
+        tensor = self.blank()
         kinds = (self.layout.side, self.global_view), (self.layout.local_side, self.local_view)
         for (side, transform), boxes in zip(kinds, self.layout.boxes(), strict=True):
             for top, left in boxes:

@@ -8,7 +8,8 @@ transform (crop modes `center` and `squash`) bit for bit.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,12 +19,21 @@ from PIL import Image
 from vit.config import DataConfig
 from vit.config.data_config import check_intensity_range
 from vit.config.settings import from_plain
+from vit.data.channel_image import Array, ChannelImage, ChannelSpec, ValueType
+from vit.data.image_io import read_channels, read_image
+from vit.data.image_objects import to_channels, to_rgb_image
 from vit.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from vit.data.image_io import EncodedImage, PathLike
+
+AnyImage = Image.Image | ChannelImage
+"""RGB of 8 bits, or the channels of an instrument."""
+OPTIONAL = ("intensity_range", "channels")
+"""Left out of JSON where they are None."""
 Triple = tuple[float, float, float]
 Resize = Literal["crop", "squash"]
 Interpolation = Literal["bilinear", "bicubic"]
@@ -50,6 +60,8 @@ class Preprocessing:
         mean: Subtracted from each channel, in [0, 1].
         intensity_range: Values of images of more than 8 bits per channel that become 0 and 255, as
             in `read_image`; None is the whole range of their type.
+        channels: Of a network that takes the values of instruments, which ones, instead of `mean`,
+            `std` and `intensity_range`; None: RGB of 8 bits.
     """
 
     image_size: tuple[int, int]
@@ -59,6 +71,7 @@ class Preprocessing:
     mean: Triple = (0.5, 0.5, 0.5)
     std: Triple = (0.5, 0.5, 0.5)
     intensity_range: tuple[float, float] | None = None
+    channels: ChannelSpec | None = None
 
     def __post_init__(self) -> None:
         if min(self.image_size) < 1:
@@ -70,11 +83,98 @@ class Preprocessing:
         if self.intensity_range is not None:
             check_intensity_range(self.intensity_range)
 
-    def __call__(self, image: Image.Image) -> "Tensor":
-        """RGB image -> (3, height, width) uint8."""
+    def with_range(self, intensity_range: tuple[float, float]) -> "Preprocessing":
+        """The same with another range of the values of images of instruments."""
+        if self.channels is None:
+            return replace(self, intensity_range=intensity_range)
+        check_intensity_range(intensity_range)
+        number = len(self.channels.order)
+        low, high = ((end,) * number for end in intensity_range)
+        return replace(self, channels=replace(self.channels, low=low, high=high))
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the result."""
+        return 3 if self.channels is None else len(self.channels.order)
+
+    @property
+    def value_type(self) -> ValueType:
+        """Type of the values of the result."""
+        return "uint8" if self.channels is None else self.channels.value_type
+
+    def read(
+        self,
+        path: "PathLike | EncodedImage",
+        *,
+        before_decode: Callable[[int], object] = lambda _pixels: None,
+        on_dark: Callable[[int], object] | None = None,
+    ) -> AnyImage:
+        """Read an image as the network takes it, upright; arguments as for `read_image`."""
+        if self.channels is not None:
+            return read_channels(path, self.channels, before_decode=before_decode)
+        return read_image(
+            path,
+            intensity_range=self.intensity_range,
+            before_decode=before_decode,
+            on_dark=on_dark,
+        )
+
+    def from_memory(
+        self, source: Any, name: str, on_dark: Callable[[int], object] | None = None
+    ) -> AnyImage:
+        """The image of a PIL image, an array or a tensor, as the network takes it."""
+        if self.channels is not None:
+            return to_channels(source, name, self.channels)
+        return to_rgb_image(source, name, intensity_range=self.intensity_range, on_dark=on_dark)
+
+    def to_display(self, images: "Tensor") -> "Tensor":
+        """Images as `__call__` returns them as RGB, (..., 3, height, width) uint8.
+
+        Of more than three channels the first three, of two the first, in their ranges.
+        """
+        return images if self.channels is None else self.to_pixels(self.normalise(images))
+
+    def to_pixels(self, normalised: "Tensor") -> "Tensor":
+        """The inverse of `normalise`, for looking at: RGB, (..., 3, height, width) uint8."""
+        import torch
+
+        mean, std = self.constants(normalised.device, torch.float32)
+        pixels = ((normalised * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        if self.num_channels >= 3:
+            return pixels[..., :3, :, :]
+        return pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
+
+    def __call__(self, image: AnyImage) -> "Tensor":
+        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
         return to_tensor(self.resize_and_crop(image))
 
-    def resize_and_crop(self, image: Image.Image) -> Image.Image:
+    def to_graph_input(self, image: AnyImage) -> Array:
+        """What an exported graph takes of an image: all of it, since the graph resizes RGB; or the
+        resized and cropped values of an instrument, (height, width, channels)."""
+        if isinstance(image, Image.Image):
+            return np.asarray(image)
+        fitted = self.resize_and_crop(image)
+        assert isinstance(fitted, ChannelImage)
+        return fitted.to_array()
+
+    def random_input(self, seed: int, *shape: int) -> Array:
+        """Random values of an exported graph's input, `shape` and channels."""
+        random = np.random.default_rng(seed)
+        if self.channels is None:
+            return random.integers(0, 256, (*shape, 3), dtype=np.uint8)
+        shares = random.random((*shape, self.num_channels))
+        low, high = np.array(self.channels.low), np.array(self.channels.high)
+        values: Array = low + shares * (high - low)
+        return values.astype(self.value_type)
+
+    def blank(self, image_size: tuple[int, int] | None = None) -> "Tensor":
+        """A black image as `__call__` returns it, of `image_size` if given."""
+        import torch
+
+        size = image_size or self.image_size
+        return torch.zeros(self.num_channels, *size, dtype=getattr(torch, self.value_type))
+
+    def resize_and_crop(self, image: AnyImage) -> AnyImage:
         """Resize `image` and crop its centre."""
         height, width = self.image_size
         full = full_width, full_height = self.resized_size(*image.size)
@@ -88,7 +188,7 @@ class Preprocessing:
         source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
         return image.resize((width, height), resample, box=source)
 
-    def keep_aspect(self, image: Image.Image, patch_size: int) -> "Tensor":
+    def keep_aspect(self, image: AnyImage, patch_size: int) -> "Tensor":
         """Resize without cropping, near the image's own aspect ratio, (3, height, width) uint8.
 
         The sides are multiples of `patch_size`, with at most as many patches as `image_size` has.
@@ -121,6 +221,13 @@ class Preprocessing:
 
         dtype = dtype or torch.float32
         mean, std = constants or self.constants(images.device, dtype)
+        if self.channels is not None:  # in float32, since half precision has no 16-bit integers
+            ends = (self.channels.low, self.channels.high)
+            low, high = (torch.tensor(end, device=images.device)[:, None, None] for end in ends)
+            floats = images.to(torch.float32, memory_format=torch.contiguous_format)
+            # first less `low`, also in engines that join products and sums: both ends may be near
+            scaled = (floats - low).clamp(torch.zeros_like(low), high - low).div_(high - low)
+            return scaled.to(dtype).sub_(mean).div_(std)
         floats = images.to(dtype, memory_format=torch.contiguous_format)
         # bytes were copied just now, and a large batch is soon out of the cache
         scaled = floats.div_(255) if images.dtype == torch.uint8 else floats / 255
@@ -132,13 +239,20 @@ class Preprocessing:
 
         mean, std = (
             torch.tensor(values, device=device, dtype=dtype)[:, None, None]
-            for values in (self.mean, self.std)
+            for values in self._mean_and_std()
         )
         return mean, std
 
+    def _mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if self.channels is None:
+            return self.mean, self.std
+        return self.channels.mean, self.channels.std
+
     @property
-    def mean_colour(self) -> tuple[int, int, int]:
-        """The RGB colour that normalisation maps to (nearly) zero."""
+    def mean_colour(self) -> tuple[float, ...]:
+        """The colour that normalisation maps to (nearly) zero."""
+        if self.channels is not None:
+            return self.channels.fill
         red, green, blue = (min(max(round(255 * share), 0), 255) for share in self.mean)
         return red, green, blue
 
@@ -153,6 +267,7 @@ class Preprocessing:
             mean=data.mean,
             std=data.std,
             intensity_range=data.intensity_range,
+            channels=spec_from_config(data),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -160,13 +275,19 @@ class Preprocessing:
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
-            if (name, value) != ("intensity_range", None)
+            if name not in OPTIONAL or value is not None
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":
         """The inverse of `to_dict`; exactly its keys are accepted."""
-        return from_plain(cls, values, "preprocessing", optional=["intensity_range"])
+        plain = {**values} if isinstance(values, dict) else values
+        channels = plain.pop("channels", None) if isinstance(plain, dict) else None
+        found = from_plain(cls, plain, "preprocessing", optional=OPTIONAL)
+        if channels is None:
+            return found
+        spec = from_plain(ChannelSpec, channels, "preprocessing.channels")
+        return replace(found, channels=spec)
 
 
 def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
@@ -184,13 +305,29 @@ def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:
     return max(((r, c) for r in near[0] for c in near[1] if r * c <= patches), key=overlap)
 
 
-def to_tensor(image: Image.Image) -> "Tensor":
+def spec_from_config(data: DataConfig) -> ChannelSpec | None:
+    """The channels that settings set; None for RGB images of 8 bits."""
+    if data.value_type is None or data.file_channels is None:
+        return None
+    return ChannelSpec(
+        value_type=data.value_type,
+        count=data.file_channels,
+        order=tuple(map(int, data.channel_order)),
+        low=data.channel_ranges[::2],
+        high=data.channel_ranges[1::2],
+        mean=data.channel_mean,
+        std=data.channel_std,
+    )
+
+
+def to_tensor(image: AnyImage) -> "Tensor":
     """RGB image -> (3, height, width) uint8, contiguous."""
     return to_channels_last(image).contiguous()
 
 
-def to_channels_last(image: Image.Image) -> "Tensor":
+def to_channels_last(image: AnyImage) -> "Tensor":
     """RGB image -> (3, height, width) uint8 in channels-last memory format."""
     import torch
 
-    return rearrange(torch.from_numpy(np.array(image)), "height width rgb -> rgb height width")
+    values = np.array(image) if isinstance(image, Image.Image) else image.to_array()
+    return rearrange(torch.from_numpy(values), "height width channels -> channels height width")

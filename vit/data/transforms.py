@@ -9,7 +9,7 @@ at reduced size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,16 +21,18 @@ from torch.nn import functional as F
 
 from vit.config import AugmentConfig
 from vit.data.auto_augment import build_operations
+from vit.data.channel_image import ChannelImage
 from vit.data.preprocessing import (
     MAX_RESIZED_PIXELS,
     RESAMPLING,
+    AnyImage,
     Interpolation,
     Preprocessing,
     to_channels_last,
 )
 
 if TYPE_CHECKING:
-    from vit.data.image_io import IntensityRange, MinSize, Pixels
+    from vit.data.image_io import MinSize, Pixels
 
 
 Box = tuple[float, float, float, float]
@@ -54,12 +56,14 @@ class Transform(Protocol):
     def image_size(self) -> tuple[int, int]:
         """(height, width) of every result."""
 
-    @property
-    def intensity_range(self) -> "IntensityRange | None":
-        """With which deep images are read."""
+    def read(self, path: str) -> AnyImage:
+        """Read an image as `__call__` takes it."""
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """RGB image -> (3, height, width) uint8."""
+    def blank(self) -> Tensor:
+        """A black image as `__call__` returns it."""
+
+    def __call__(self, image: AnyImage) -> Tensor:
+        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
 
 
 class PixelSource(Protocol):
@@ -122,18 +126,30 @@ class TrainingTransform:
     def __init__(
         self, config: AugmentConfig, preprocessing: Preprocessing, *, fast_crop: bool = False
     ) -> None:
-        self.fast_crop = fast_crop and config.min_crop < 1 and config.random_crop == "resized"
+        rgb = preprocessing.channels is None
+        self.fast_crop = (
+            fast_crop and rgb and config.min_crop < 1 and config.random_crop == "resized"
+        )
         self.config = config
         self.preprocessing = preprocessing
         self.image_size = preprocessing.image_size
-        self.intensity_range = preprocessing.intensity_range
-        self.operations = build_operations(config, preprocessing.mean_colour)
+        self.operations = build_operations(
+            config, preprocessing.mean_colour, preprocessing.channels
+        )
         whole = config.min_crop == 1 and config.random_crop == "resized"
         self.moves_pixels = whole and not config.rotate and not self.operations
         """Whether images are resized, mirrored and shifted only."""
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """RGB image -> (3, height, width) uint8."""
+    def read(self, path: str) -> AnyImage:
+        """Read an image as `__call__` takes it."""
+        return self.preprocessing.read(path)
+
+    def blank(self) -> Tensor:
+        """A black image as `__call__` returns it."""
+        return self.preprocessing.blank(self.image_size)
+
+    def __call__(self, image: AnyImage) -> Tensor:
+        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
         image = self._distort(self._flip(self._crop(image)))
         return self._erase(to_channels_last(image))
 
@@ -172,7 +188,7 @@ class TrainingTransform:
             moved = np.array(pixels)  # a copy: the pixels may be those of the cache
         return self._erase(torch.from_numpy(moved).permute(2, 0, 1))
 
-    def _distort(self, image: Image.Image) -> Image.Image:
+    def _distort(self, image: AnyImage) -> AnyImage:
         if self.config.rotate or self.config.translate:
             image = self._rotate_and_translate(image)
         for operation in self.operations:
@@ -187,7 +203,7 @@ class TrainingTransform:
     def _sample_box(self, width: int, height: int) -> Box:
         return random_crop_box(width, height, self.config.min_crop, self.config.crop_ratio)
 
-    def _crop(self, image: Image.Image) -> Image.Image:
+    def _crop(self, image: AnyImage) -> AnyImage:
         height, width = self.image_size
         resample = RESAMPLING[self.preprocessing.interpolation]
         if self.config.random_crop == "simple":
@@ -196,7 +212,7 @@ class TrainingTransform:
             return self.preprocessing.resize_and_crop(image)
         return image.resize((width, height), resample, box=self._sample_box(*image.size))
 
-    def _flip(self, image: Image.Image) -> Image.Image:
+    def _flip(self, image: AnyImage) -> AnyImage:
         horizontally, vertically = self._sample_flips()
         if horizontally:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -210,7 +226,7 @@ class TrainingTransform:
         horizontally = bool(config.hflip) and uniform(1)[0] < config.hflip
         return horizontally, bool(config.vflip) and uniform(1)[0] < config.vflip
 
-    def _rotate_and_translate(self, image: Image.Image) -> Image.Image:
+    def _rotate_and_translate(self, image: AnyImage) -> AnyImage:
         angle, right, down = self._sample_shift(*image.size)
         return image.rotate(
             angle * self.config.rotate,
@@ -226,7 +242,7 @@ class TrainingTransform:
         return angle, round(right * shift * width), round(down * shift * height)
 
 
-def translated(pixels: "Pixels", right: int, down: int, colour: tuple[int, int, int]) -> "Pixels":
+def translated(pixels: "Pixels", right: int, down: int, colour: Sequence[float]) -> "Pixels":
     """A copy of `pixels` moved by whole pixels; what is uncovered is `colour`."""
     height, width = pixels.shape[:2]
     moved = np.empty(pixels.shape, pixels.dtype)
@@ -267,8 +283,8 @@ def random_crop_box(
 
 
 def simple_random_crop(
-    image: Image.Image, width: int, height: int, resample: Image.Resampling
-) -> Image.Image:
+    image: AnyImage, width: int, height: int, resample: Image.Resampling
+) -> AnyImage:
     """Resize the image to just cover `width` x `height`, and crop at a random position.
 
     The crop may extend up to 4 pixels beyond the image, which is reflected there.
@@ -290,10 +306,12 @@ def simple_random_crop(
         x, y = image.width / full[0], image.height / full[1]
         inside = image.resize(size, resample, box=(box[0] * x, box[1] * y, box[2] * x, box[3] * y))
     rows, cols = (box[1] - top, top + height - box[3]), (box[0] - left, left + width - box[2])
+    if isinstance(inside, ChannelImage):
+        return ChannelImage(np.pad(inside.to_array(), (rows, cols, (0, 0)), mode="reflect"))
     return Image.fromarray(np.pad(np.asarray(inside), (rows, cols, (0, 0)), mode="reflect"))
 
 
-def random_erasing(pixels: Tensor, colour: tuple[int, int, int]) -> None:
+def random_erasing(pixels: Tensor, colour: Sequence[float]) -> None:
     """Fill one random rectangle of `pixels`, (3, height, width), in place.
 
     Source: Zhong et al., "Random Erasing Data Augmentation", algorithm 1, arXiv:1708.04896.

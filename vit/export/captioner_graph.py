@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.export.classifier_graph import BATCHES, noise
+from vit.export.classifier_graph import BATCHES, random_images
 from vit.export.onnx_graph import Part
 from vit.model.captioner import CachedDecoder, Captioner
 from vit.model.decoder import TextDecoder
@@ -109,7 +109,7 @@ def parts_of(run: LoadedRun) -> tuple[Part, Part]:
         inputs={"images": {0: "batch"}},
         outputs=memory | ({"probabilities": {0: "batch"}} if model.num_classes else {}),
         examples=[
-            (torch.from_numpy(noise(count, *run.preprocessing.image_size)),) for count in BATCHES
+            (torch.from_numpy(random_images(run.preprocessing, count)),) for count in BATCHES
         ],
     )
     decoder = Part(

@@ -18,7 +18,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.onnx_graph import Part, decomposed_attention, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
-from vit.exported.exported_classifier import DISTANCE, SCORE_CALIBRATION
+from vit.exported.exported_classifier import DISTANCE, INPUT, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention import AttentionContext, AttentionFunction, AttentionRecorder
 from vit.model.feature_distance import FeatureDistance, encode_with_features
@@ -113,16 +113,18 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     return Part(
         name="classifier",
         module=kind(run.model, run.preprocessing, activation, run.distance).eval(),
-        inputs={FITTED: batch},
+        inputs={FITTED if run.preprocessing.channels is None else INPUT: batch},
         outputs=outputs,
         examples=[
-            (torch.from_numpy(noise(count, *run.preprocessing.image_size)),) for count in BATCHES
+            (torch.from_numpy(random_images(run.preprocessing, count)),) for count in BATCHES
         ],
     )
 
 
 def prepend_preprocessing(proto: Any, preprocessing: Preprocessing) -> None:
-    """Add resize and crop to an onnx.ModelProto that takes resized images."""
+    """Add resize and crop to an onnx.ModelProto that takes resized images of RGB."""
+    if preprocessing.channels is not None:
+        return
     onnx, front = libraries(), preprocessing_nodes(preprocessing)
     network = [*proto.graph.node]
     del proto.graph.node[:], proto.graph.input[:]
@@ -161,17 +163,19 @@ def check_images(
     """Largest difference of a file to torch and Pillow on random images of several sizes."""
     largest = 0.0
     own = [(count, *preprocessing.image_size) for count in BATCHES]
-    for shape in (*own, *IMAGES):
-        images = noise(*shape)
-        resized = [preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
+    for count, *size in (*own, *(IMAGES if preprocessing.channels is None else ())):
+        resized = images = random_images(preprocessing, count, *size)
+        if preprocessing.channels is None:
+            fitted = [preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
+            resized = np.stack([np.asarray(image) for image in fitted])
         with torch.inference_mode():
-            expected = part.module(torch.from_numpy(np.stack([*map(np.asarray, resized)])))
+            expected = part.module(torch.from_numpy(resized))
         found = session({"images": images})
         largest = max(largest, difference(part, expected, found, tolerance))
     return largest
 
 
-def noise(count: int, height: int, width: int) -> Array:
-    """Random bytes, (count, height, width, 3), seeded by `count`."""
-    random = np.random.default_rng(count)
-    return random.integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+def random_images(preprocessing: Preprocessing, count: int, *size: int) -> Array:
+    """Random images, (count, height, width, channels), seeded by `count`; of the network's own size
+    without another."""
+    return preprocessing.random_input(count, count, *(size or preprocessing.image_size))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vit.data.dataset_types import Sample
-from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, VitError
 from vit.evaluation.metric_table import metric_of
 from vit.exported.onnx_session import Array, OnnxSession
@@ -85,10 +84,10 @@ def compare(
         images: list[Tensor] = []
         for sample in samples[number : number + BATCH_SIZE]:
             try:
-                image = read_image(sample.path, intensity_range=run.preprocessing.intensity_range)
+                image = run.preprocessing.read(sample.path)
             except BadImage:
                 continue
-            theirs.append(session({"images": np.asarray(image)[None]})[0][0])
+            theirs.append(session({"images": run.preprocessing.to_graph_input(image)[None]})[0][0])
             if not np.isfinite(theirs[-1]).all():
                 raise VitError(
                     f"{sample.path}: the exported network overflows; nothing was "

@@ -151,10 +151,16 @@ def export(
     loaded = load_model(run, notify=notify)
     if loaded.tokenizer is not None and to != "onnx":
         raise ConfigError(f"to={to!r}: {run} writes captions, and becomes onnx alone")
-    if loaded.config.channels != 3:
+    channels = loaded.config.channels
+    if channels != loaded.preprocessing.num_channels:
         raise ConfigError(
-            f"channels={loaded.config.channels}: an exported network takes RGB images, channels=3"
+            f"channels={channels}: weights without a run say nothing of the values of such images; "
+            "train a run with them"
         )
+    if channels != 3 and loaded.tokenizer is not None:
+        raise ConfigError(f"channels={channels}: captioners of RGB images are exported")
+    if loaded.preprocessing.channels is not None and settings.precision == "fp16":
+        raise ConfigError("precision='fp16' is too coarse for values of instruments; take fp32")
     if settings.no_calibration:
         loaded = loaded.without_calibration()
     silent = notify or (lambda _line: None)

@@ -38,7 +38,11 @@ def write_openvino(job: ExportJob) -> Exported:
     """Write a classifier as OpenVINO's NAME.xml and NAME.bin, converted from its ONNX file."""
     path, between = job.path, job.path.with_suffix(".onnx")
     with classifier_file(replace(job, path=between, overwrite=True)) as (staged, exported):
-        largest = exported.difference + convert(staged, path)
+        preprocessing = job.run.preprocessing
+        images = None
+        if preprocessing.channels is not None:
+            images = list(preprocessing.random_input(0, 3, *preprocessing.image_size))
+        largest = exported.difference + convert(staged, path, images=images)
     files = tuple((file, file.stat().st_size) for file in (path, path.with_suffix(WEIGHTS)))
     return replace(exported, files=files, difference=largest)
 

@@ -15,8 +15,8 @@ from PIL import ExifTags, Image
 
 from vit.config.stored_config import run_folder_of, stored_config
 from vit.data.dataset_types import Sample
-from vit.data.image_io import IntensityRange, read_image
 from vit.data.intensity_range import evenly_spaced
+from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import list_images, open_eval_split, read_source
@@ -33,16 +33,17 @@ SAMPLES = 200
 
 
 class SampleImages(Sequence[Array]):
-    """Images that are read on access, each uint8 (height, width, 3)."""
+    """Images that are read on access, each as an exported graph takes it."""
 
-    def __init__(self, paths: Sequence[str], intensity_range: IntensityRange | None = None) -> None:
-        self.paths, self.intensity_range = paths, intensity_range
+    def __init__(self, paths: Sequence[str], preprocessing: Preprocessing) -> None:
+        self.paths, self.preprocessing = paths, preprocessing
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: Any) -> Any:
-        return np.asarray(read_image(self.paths[index], intensity_range=self.intensity_range))
+        image = self.preprocessing.read(self.paths[index])
+        return self.preprocessing.to_graph_input(image)
 
 
 def validation_samples(job: ExportJob) -> tuple[Sample, ...]:
@@ -62,9 +63,9 @@ def calibration_images(job: ExportJob, validation: Sequence[Sample]) -> SampleIm
     at most, which are then not measured on. Images that cannot be decoded are noted, and others
     chosen.
     """
-    options, deep = job.options, job.run.preprocessing.intensity_range
+    options, preprocessing = job.options, job.run.preprocessing
     if options.calibration is None:
-        return SampleImages([])
+        return SampleImages([], preprocessing)
     excluded = {sample.path for sample in validation}
     everything = _training_paths(job, options.calibration)
     paths = [path for path in everything if path not in excluded]
@@ -77,7 +78,7 @@ def calibration_images(job: ExportJob, validation: Sequence[Sample]) -> SampleIm
         chosen = [paths[index] for index in indices]
         undecodable = {path for path in chosen if not _can_be_decoded(path, job)}
         if not undecodable:
-            return SampleImages(chosen, deep)
+            return SampleImages(chosen, preprocessing)
         paths = [path for path in paths if path not in undecodable]
     raise DataError(
         f"{options.calibration}: {len(paths)} images can be calibrated with, beside "
@@ -88,7 +89,7 @@ def calibration_images(job: ExportJob, validation: Sequence[Sample]) -> SampleIm
 
 def _can_be_decoded(path: str, job: ExportJob) -> bool:
     try:
-        read_image(path, intensity_range=job.run.preprocessing.intensity_range)
+        job.run.preprocessing.read(path)
     except BadImage as error:
         job.notify(f"left out of the calibration: {error}")
         return False

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vit.data.image_io import read_image
 from vit.errors import BadImage, DataError, RunError, VitError, WeightsError
 from vit.export.export_job import PathLike
 from vit.export.sample_images import comparison_images
@@ -95,8 +94,7 @@ def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
     outputs: Outputs = []
     for path in images:
         try:
-            deep = run.preprocessing.intensity_range
-            pixels = run.preprocessing(read_image(path, intensity_range=deep)).unsqueeze(0)
+            pixels = run.preprocessing(run.preprocessing.read(path)).unsqueeze(0)
         except BadImage as error:
             outputs.append(error.reason)
             continue

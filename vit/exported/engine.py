@@ -17,9 +17,7 @@ from vit.exported.onnx_metadata import PathLike, read_metadata
 from vit.text import printable, quoted
 
 if TYPE_CHECKING:  # for --help
-    from PIL import Image
-
-    from vit.data.preprocessing import Preprocessing
+    from vit.data.preprocessing import AnyImage, Preprocessing
     from vit.exported.onnx_session import InferenceSession
 
 ENGINES = ("torch", "onnx", "openvino", "ray")
@@ -78,7 +76,7 @@ class Engine(Protocol):
     def n_best(self) -> int: ...
 
     @property
-    def prepare(self) -> "Callable[[Image.Image], Any]":
+    def prepare(self) -> "Callable[[AnyImage], Any]":
         """Makes of an upright RGB image what `run` takes."""
 
     def pool(self) -> Executor:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from vit.config.inference_config import InferenceConfig
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.preprocessing import AnyImage
 from vit.errors import ConfigError, WeightsError
 from vit.exported.exported_classifier import ExportedEngine
 from vit.exported.onnx_metadata import PathLike
@@ -66,7 +66,7 @@ class OnnxCaptioner(ExportedEngine):
         if not 1 <= self.min_tokens <= self.max_tokens:
             raise ConfigError(f"min_tokens={self.min_tokens}: must be from 1 to {self.max_tokens}")
 
-    def prepare(self, image: Image.Image) -> Array:
+    def prepare(self, image: AnyImage) -> Array:
         return np.asarray(self.preprocessing.resize_and_crop(image))
 
     def run(

@@ -8,15 +8,13 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from vit.config.inference_config import InferenceConfig
 from vit.cpu_cores import usable_cores
-from vit.data.preprocessing import Preprocessing
+from vit.data.preprocessing import AnyImage, Preprocessing
 from vit.errors import BadImage, RunError, WeightsError
 from vit.exported.onnx_session import Array, InferenceSession
 from vit.score_calibration import ScoreCalibration
@@ -69,14 +67,13 @@ class ExportedEngine:
         ]
 
     def random_image(self, number: int) -> Array:
-        shape = (*self.preprocessing.image_size, 3)
-        return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+        return self.preprocessing.random_input(number, *self.preprocessing.image_size)
 
     def set_preprocessing(self, text: str, config: InferenceConfig) -> None:
         """Read the preprocessing of the metadata; a setting replaces its range."""
         self.preprocessing = Preprocessing.from_dict(json.loads(text))
         if config.intensity_range is not None:
-            self.preprocessing = replace(self.preprocessing, intensity_range=config.intensity_range)
+            self.preprocessing = self.preprocessing.with_range(config.intensity_range)
 
 
 class OnnxClassifier(ExportedEngine):
@@ -123,8 +120,8 @@ class OnnxClassifier(ExportedEngine):
                 f"{self._name}: computes {names}, expected {INPUT} -> {OUTPUT}; export it again"
             )
 
-    def prepare(self, image: Image.Image) -> Array:
-        return np.asarray(image)
+    def prepare(self, image: AnyImage) -> Array:
+        return self.preprocessing.to_graph_input(image)
 
     def largest_batch(self, shape: Sequence[int]) -> int:
         return max(1, min(self.batch_size, BATCH_PIXELS // (shape[0] * shape[1])))

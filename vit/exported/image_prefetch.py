@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from PIL import Image
-
-from vit.data.image_io import MAX_PIXELS, EncodedImage, IntensityRange, read_image, read_size
-from vit.data.image_objects import ImageInput, NamedImage, to_rgb_image
+from vit.data.image_io import MAX_PIXELS, EncodedImage, read_size
+from vit.data.image_objects import ImageInput, NamedImage
 from vit.data.intensity_range import DarkImageNote
+from vit.data.preprocessing import AnyImage, Preprocessing
 from vit.errors import BadImage, ConfigError, error_text
 from vit.text import Notify
 
@@ -53,7 +52,8 @@ class ImageReader:
     """Reads and prepares one image; thread-safe.
 
     Args:
-        prepare: Makes of an upright RGB image what the network takes.
+        prepare: Makes of an upright image what the network takes.
+        preprocessing: Reads images.
 
     Attributes:
         transform: Applied to each decoded image, if set.
@@ -63,18 +63,18 @@ class ImageReader:
             until it is prepared: a server keeps whole images in memory.
     """
 
-    transform: Callable[[Image.Image], Image.Image] | None = None
+    transform: Callable[[Any], AnyImage] | None = None
     observe: Callable[[str, tuple[int, int], str, Any], object] | None = None
     holds = False
 
     def __init__(
         self,
-        prepare: Callable[[Image.Image], Any],
+        prepare: Callable[[AnyImage], Any],
+        preprocessing: Preprocessing,
         *,
-        intensity_range: IntensityRange | None = None,
         notify: Notify = lambda _note: None,
     ) -> None:
-        self.prepare, self.intensity_range = prepare, intensity_range
+        self.prepare, self.preprocessing = prepare, preprocessing
         self.note_dark = DarkImageNote(notify)
         self.budget = DECODED_PIXELS
 
@@ -87,15 +87,12 @@ class ImageReader:
             held.append(pixels)
 
         name = os.fspath(image) if isinstance(image, str | os.PathLike) else name
-        options: dict[str, Any] = {
-            "intensity_range": self.intensity_range,
-            "on_dark": partial(self.note_dark, name),
-        }
+        on_dark = partial(self.note_dark, name)
         try:
             if isinstance(image, EncodedImage | str | os.PathLike):
-                decoded = read_image(image, before_decode=admit, **options)
+                decoded = self.preprocessing.read(image, before_decode=admit, on_dark=on_dark)
             else:
-                decoded = to_rgb_image(image, name, **options)
+                decoded = self.preprocessing.from_memory(image, name, on_dark)
             if self.transform is not None:
                 decoded = self.transform(decoded)
             result = self.prepare(decoded)

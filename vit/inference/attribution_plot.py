@@ -125,7 +125,8 @@ def plot_name(number: int, image: str) -> str:
 def _plot_caption(predictor: Predictor, output: ImageOutput, path: Path) -> None:
     assert output.pixels is not None, "an output with captions has an image"
     words = attribute_caption(predictor, output)
-    _write(path, plot_words(output.pixels, words), word_attributions_to_json(output, words))
+    shown = predictor.preprocessing.to_display(output.pixels)
+    _write(path, plot_words(shown, words), word_attributions_to_json(output, words))
 
 
 def _plot_classes(
@@ -140,7 +141,8 @@ def _plot_classes(
     assert output.pixels is not None, "an output without an error has an image"
     classes = attribute_classes(predictor, output, deletion=deletion, threshold=threshold)
     texts = [view_lines(predictor), *(one.lines for one in classes)]
-    plot = plot_attributions(output.pixels, [one.weights for one in classes], texts)
+    shown = predictor.preprocessing.to_display(output.pixels)
+    plot = plot_attributions(shown, [one.weights for one in classes], texts)
     _write(path, plot, class_attributions_to_json(predictor, output, classes))
     return classes[0].deletion
 

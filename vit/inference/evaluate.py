@@ -326,7 +326,12 @@ def measure(
     failed: list[dict[str, str]] = []
     done = 0
     if not predictor.exported:
-        predictor.read.observe = properties.add if sliced else None
+        display = predictor.preprocessing.to_display
+
+        def observe(name: str, size: tuple[int, int], kind: str, pixels: Any) -> None:
+            properties.add(name, size, kind, display(pixels))
+
+        predictor.read.observe = observe if sliced else None
     elif sliced:  # the pixels that the network sees stay in the file
         properties.add_headers(paths)
     with torch.inference_mode():

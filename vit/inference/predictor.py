@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vit.config.inference_config import InferenceConfig, accepts_settings, inference_config
-from vit.data.image_objects import Array, ImageInput, NamedImage, named_images
+from vit.data.image_formats import Array
+from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.errors import BadImage, ConfigError, WeightsError, error_text, explain_full_memory
 from vit.exported.engine import (
     Engine,
@@ -81,9 +82,7 @@ class Predictor:
         if not hasattr(model, "run"):
             self.engine = open_engine(model, engine, config, threads, notify)
         network: Engine = self.engine
-        self.read = ImageReader(
-            network.prepare, intensity_range=network.preprocessing.intensity_range, notify=notify
-        )
+        self.read = ImageReader(network.prepare, network.preprocessing, notify=notify)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the engine: classes, precision, and what torch has besides."""

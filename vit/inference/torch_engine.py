@@ -12,18 +12,17 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.config.inference_config import InferenceConfig
 from vit.cpu_cores import usable_cores
 from vit.data.image_objects import ImageInput
+from vit.data.preprocessing import AnyImage
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
 from vit.exported.image_prefetch import ImageReader
 from vit.generation.generate import CaptionGenerator, check_length
@@ -110,7 +109,7 @@ class TorchEngine:
                 )
         self.classes, self.preprocessing = tuple(loaded.classes), loaded.preprocessing
         if config.intensity_range is not None:
-            self.preprocessing = replace(self.preprocessing, intensity_range=config.intensity_range)
+            self.preprocessing = self.preprocessing.with_range(config.intensity_range)
         with explain_full_memory():
             self.model = loaded.model.eval().to(self.device)
         captions, on_cpu = isinstance(self.model, Captioner), self.device.type == "cpu"
@@ -181,8 +180,8 @@ class TorchEngine:
         return 0 if self.caption_generator is None else self.caption_generator.search.n_best
 
     @property
-    def prepare(self) -> Callable[[Image.Image], Tensor]:
-        """RGB image -> uint8 (channels, height, width)."""
+    def prepare(self) -> Callable[[AnyImage], Tensor]:
+        """Image -> (channels, height, width), uint8 for RGB."""
         if self.keep_aspect:
             return partial(
                 self.preprocessing.keep_aspect, patch_size=self.model.patch_embed.patch_size
@@ -219,9 +218,8 @@ class TorchEngine:
 
     def random_image(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
-        return torch.randint(
-            0, 256, self.blank_image().shape, generator=generator, dtype=torch.uint8
-        )
+        blank = self.blank_image()
+        return torch.randint(0, 256, blank.shape, generator=generator).to(blank.dtype)
 
     def run(
         self,
@@ -298,7 +296,7 @@ class TorchEngine:
 
     def blank_image(self) -> Tensor:
         """A black image, which replaces one that cannot be read."""
-        return torch.zeros(3, *self.preprocessing.image_size, dtype=torch.uint8)
+        return self.preprocessing.blank()
 
     def _forward_images(
         self, images: Sequence[Tensor]

@@ -193,7 +193,8 @@ class FinishedRun:
                 logits.append(outputs.float().cpu())
                 labels.append(batch.labels)
                 names = [samples[index].path for index in batch.indices.tolist()]
-                properties.add_pixels(names, batch.images)
+                display = self.loaded.preprocessing.to_display(batch.images)
+                properties.add_pixels(names, display)
                 paths += names
         if distance is not None:
             distance.standardise(torch.cat(distances))

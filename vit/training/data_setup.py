@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil, lcm
 from pathlib import Path
@@ -15,8 +15,8 @@ from vit.config import Config, DataConfig, ModelConfig
 from vit.config.setting_layers import with_settings
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits, labels_of
-from vit.data.image_io import check_header, set_max_pixels
-from vit.data.intensity_range import measure_intensity_range
+from vit.data.image_io import StoredValues, check_header, set_max_pixels
+from vit.data.intensity_range import measure_channels, measure_intensity_range
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
@@ -42,8 +42,8 @@ class HeaderScan(NamedTuple):
 
     bad: list[BadImage]
     """Images that cannot be read."""
-    deep: list[str]
-    """Paths of the images with more than 8 bits per channel."""
+    stored: dict[str, StoredValues]
+    """Of the images of instruments what they hold, by path."""
 
 
 def prepare_data(
@@ -89,7 +89,7 @@ def prepare_data(
         if seen is not None:
             notify(seen)
     if resumed is None:  # the run began with its own range, or without one
-        config = complete_intensity_range(config, splits, scan.deep, accelerator, notify)
+        config = complete_channels(config, splits, scan.stored, accelerator, notify)
     if config.training.captions:
         config, splits = prepare_captions(config, splits, accelerator, resumed, tokenizer, notify)
     config = fit_batch_size(config, len(splits.train), accelerator.num_processes, notify)
@@ -131,7 +131,7 @@ def open_data(
 ) -> Splits:
     """Open the images, with their classes, captions, or both."""
     data, training = config.data, config.training
-    check_channels(config.model.channels)
+    check_channels(config.model.channels, config.data.value_type)
     set_max_pixels(data.max_pixels)
     if data.folds is not None and data.fold is None:
         raise ConfigError(
@@ -148,12 +148,12 @@ def open_data(
     )
 
 
-def check_channels(channels: int) -> None:
-    """Refuse a network whose input is not RGB."""
-    if channels != 3:
+def check_channels(channels: int, value_type: str | None = None) -> None:
+    """Refuse a number of channels that the data has not decided."""
+    if channels != 3 and value_type is None:
         raise ConfigError(
-            f"channels={channels}: every image is read as RGB, so a network that is "
-            "trained here has 3; leave --in-chans out"
+            f"channels={channels}: the data decide it, 3 for images of 8 bits; leave --in-chans "
+            "out (--channels 0,1 chooses channels of images of instruments)"
         )
 
 
@@ -173,23 +173,62 @@ def complete_for_data(config: Config, splits: Splits, notify: Notify = lambda _:
     return with_settings(config, num_classes=found)
 
 
-def complete_intensity_range(
+def complete_channels(
     config: Config,
     splits: Splits,
-    deep: Sequence[str],
+    stored: Mapping[str, StoredValues],
     accelerator: Accelerator,
     notify: Notify,
 ) -> Config:
-    """Measure `intensity_range` on the training images if it is not set and some are `deep`.
+    """Set how the values of images of instruments are read, measured on the training images.
 
-    If only validation images are deep, it is measured on those.
+    Images of 1 or 3 channels become RGB of 8 bits by one `intensity_range`, unless the user chose
+    channels; of others the network takes all channels with their full depth. What only validation
+    images have is measured on those.
     """
-    if config.data.intensity_range is not None or not deep:
+    order = config.data.channel_order
+    if not stored:
+        if order:
+            raise ConfigError(
+                f"channel_order={','.join(order)}: the images are RGB of 8 bits; leave --channels "
+                "out"
+            )
         return config
     trained = {sample.path for sample in splits.train}
-    paths = [path for path in deep if path in trained] or list(deep)
-    found = on_main(accelerator, lambda: measure_intensity_range(paths, notify))
-    return with_settings(config, intensity_range=found)
+    paths = [path for path in stored if path in trained] or list(stored)
+    if not order and {one.channels for one in stored.values()} <= {1, 3}:
+        deep = [path for path in paths if stored[path].dtype != "uint8"]
+        if config.data.intensity_range is not None or not deep:
+            return config
+        found = on_main(accelerator, lambda: measure_intensity_range(deep, notify))
+        return with_settings(config, intensity_range=found)
+    every = [sample.path for sample in (*splits.train, *splits.val, *splits.test)]
+    check_same_channels(every, stored)
+    refuse_for_channels(config)
+    settings = on_main(accelerator, lambda: measure_channels(config.data, paths, stored, notify))
+    return with_settings(config, **settings)
+
+
+def check_same_channels(paths: Sequence[str], stored: Mapping[str, StoredValues]) -> None:
+    """Refuse images of different numbers of channels, and name two of them."""
+    first = next(path for path in paths if path in stored)
+    number = plural(stored[first].channels, "channel")
+    for path in paths:
+        if path not in stored:
+            raise DataError(f"{first} has {number} and {path} is RGB of 8 bits: take one kind")
+        if stored[path].channels != stored[first].channels:
+            other = stored[path].channels
+            raise DataError(f"{first} has {number} and {path} has {other}: take one kind")
+
+
+def refuse_for_channels(config: Config) -> None:
+    """Refuse what needs colours of 8 bits."""
+    if config.data.cache != "none":
+        config.data.refuse("cache", "it keeps RGB of 8 bits; leave it out for other channels")
+    if config.augment.auto_augment != "none":
+        config.augment.refuse(
+            "auto_augment", "it varies colours; --color-jitter 0.3 varies any channels"
+        )
 
 
 def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> HeaderScan:
@@ -258,7 +297,7 @@ def scan_headers(samples: Sequence[Sample], threads: int = THREADS) -> HeaderSca
     with ThreadPoolExecutor(threads) as pool:
         scans += pool.map(_check_chunk, chunks)
     bad = [image for scan in scans for image in scan.bad]
-    return HeaderScan(bad, [path for scan in scans for path in scan.deep])
+    return HeaderScan(bad, {path: one for scan in scans for path, one in scan.stored.items()})
 
 
 def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
@@ -282,11 +321,11 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
 
 
 def _check_chunk(samples: Sequence[Sample]) -> HeaderScan:
-    found = HeaderScan([], [])
+    found = HeaderScan([], {})
     for sample in samples:
         try:
-            if check_header(sample.path):
-                found.deep.append(sample.path)
+            if (stored := check_header(sample.path)) is not None:
+                found.stored[sample.path] = stored
         except BadImage as bad:  # noqa: PERF203
             # without the traceback, which holds memory
             found.bad.append(BadImage(bad.path, bad.reason))

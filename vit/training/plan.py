@@ -32,7 +32,7 @@ from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
 from vit.data.image_cache import free_bytes
-from vit.data.image_io import read_pixels, read_size
+from vit.data.image_io import check_header, read_pixels, read_size
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError
@@ -169,7 +169,7 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     config = make_config({**before, "batch_size": before.get("batch_size", smallest)})
     if config.data.folds is not None:  # all have the plan of the first one
         config = with_settings(config, fold=1)
-    check_channels(values.get("channels", 3))
+    check_channels(values.get("channels", 3), values.get("value_type"))
     accelerator = make_accelerator(config.run)
     listing = list_data(config)
     splits = open_data(config, listing, compare=False)
@@ -259,6 +259,7 @@ def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Fact
         classes=len(splits.classes),
         side=side,
         grey=grey,
+        channels=instrument_channels(splits.train, config),
         aspect=aspect,
         validation=len(splits.val),
         divided=splits.made,
@@ -371,6 +372,15 @@ def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
     )
 
 
+def instrument_channels(samples: Sequence[Sample], config: Config) -> int:
+    """Channels that the network takes of images of instruments; 0 for RGB of 8 bits."""
+    with contextlib.suppress(BadImage):  # the run itself meets it
+        stored = check_header(samples[0].path)
+        if stored is not None and (config.data.channel_order or stored.channels not in (1, 3)):
+            return len(config.data.channel_order) or stored.channels
+    return 0
+
+
 def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
     """Of some images the median short side in pixels, whether none has colours, and the aspect.
 
@@ -408,6 +418,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     """The plan for reading: the facts, a line a setting with its reason, and what it costs."""
     facts = plan.facts
     kind = "grey" if facts.grey else "colour"
+    kind = f"{facts.channels} channels" if facts.channels else kind
     labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
     if facts.captions is not None:
         labels.append(

@@ -133,6 +133,8 @@ class Facts:
     """Median short side, in pixels."""
     grey: bool
     """Whether no image has colours."""
+    channels: int = 0
+    """Of images of instruments; 0 for RGB of 8 bits."""
     aspect: float = 1.0
     """Median of the long side by the short side."""
     validation: int
@@ -500,7 +502,9 @@ def decide_augmentation(plan: Plan) -> None:
         least = 0.6 if tiny else 0.35
         plan.decide("min_crop", least, "smaller crops hide the object from a small network")
     varies = not characters and plan.facts.captions is None  # captions name colours
-    if plan.passes >= MANY_PASSES and varies and plan.get("color_jitter") != 0:
+    if plan.facts.channels and varies:
+        plan.decide("color_jitter", 0.3, "brightness and contrast of each channel, and noise")
+    elif plan.passes >= MANY_PASSES and varies and plan.get("color_jitter") != 0:
         why = f"{counted_passes(plan.passes)}: greyscale, solarised or blurred, then jittered"
         plan.decide("auto_augment", "three", why)
     plan.decide("interpolation", "bilinear", "quick, and as good at these sizes")
@@ -542,7 +546,7 @@ def decide_cache(plan: Plan) -> None:
     kept = min(plan.get("image_size", facts.side) / math.sqrt((crop + 1) / 2), facts.side)
     bytes_needed = 3 * facts.images * kept**2 * 1.5
     fits = bytes_needed < min(MOST_CACHE, CACHE_SHARE * facts.memory)
-    if not fits or plan.get("decode") == "exact":
+    if not fits or plan.get("decode") == "exact" or facts.channels:
         return
     every = plan.values
     augment = AugmentConfig(

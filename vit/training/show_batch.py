@@ -9,7 +9,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from vit.atomic_files import atomic_file
@@ -81,9 +80,4 @@ def first_batch(run: TrainingContext, splits: Splits) -> tuple[Tensor, list[list
         raise DataError("not one image of the first batch can be read")
     images = run.preprocessing.normalise(batch.images)
     images, texts = run.task.preview(run, batch, images, splits.classes)
-    mean, std = (
-        torch.tensor(values)[:, None, None]
-        for values in (run.preprocessing.mean, run.preprocessing.std)
-    )
-    pixels = ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-    return pixels, texts
+    return run.preprocessing.to_pixels(images), texts

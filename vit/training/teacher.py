@@ -26,7 +26,6 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
-from vit.data.image_io import read_image
 from vit.errors import ConfigError, DataError, RunError, WeightsError
 from vit.precision import autocast
 from vit.tasks.task import calibrated_activation
@@ -181,7 +180,7 @@ def compute_answers(
     chosen = torch.tensor(columns)
 
     def prepare(path: str) -> Tensor:
-        return preprocessing(read_image(path, intensity_range=preprocessing.intensity_range))
+        return preprocessing(preprocessing.read(path))
 
     @torch.inference_mode()
     def scores(images: Tensor) -> Tensor:

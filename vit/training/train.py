@@ -112,7 +112,7 @@ def train(
         check_run_folder(place, resume=resume, overwrite=overwrite)
     config, listing = resolve_plan(config)
     require_tracker(config.run.track)
-    check_channels(config.model.channels)
+    check_channels(config.model.channels, config.data.value_type)
     accelerator = make_accelerator(config.run)
     notify = notifier(accelerator)
     folder = Path(out or default_run_folder(config.data.data))

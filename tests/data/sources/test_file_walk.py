@@ -60,7 +60,7 @@ def test_what_vit_wrote_is_no_data(photos, files):
     [
         {"fox": ()},
         {"fox": ("a.txt",)},
-        {"fox": ("0.dcm",)},
+        {"fox": ("0.nef",)},
         {"fox": ("config.yaml", "notes.doc")},
         {"fox/a": RUN, "fox/b": ("0.psd",)},
     ],
@@ -110,11 +110,11 @@ def test_tar_shards_beside_a_run_are_still_shards(photos):
     [
         ("x.jpg_large", r".jpg_large 2; cat/x.jpg_large is a PNG image: rename .* end in .png"),
         ("x", r"no suffix 2; cat/x is a PNG image: rename such files to end in .png"),
-        ("x.dcm", r"\.dcm 2; convert \.dcm to JPEG or PNG"),
+        ("x.nef", r"\.nef 2; convert \.nef to JPEG or PNG"),
     ],
 )
 def test_missing_images_name_the_files_that_are_there_and_the_remedy(tmp_path, name, message):
-    content = b"" if "dcm" in name else png(1)
+    content = b"" if "nef" in name else png(1)
     plant(tmp_path, {f"cat/{name}": content, f"dog/{name}": content})
     there = f"left out 2 files not taken for images: {message}"
     with pytest.raises(DataError, match=f"no images in the class folders cat, dog; {there}"):
@@ -127,8 +127,8 @@ def test_missing_images_name_the_files_that_are_there_and_the_remedy(tmp_path, n
 
 
 def test_one_class_without_images_names_its_files(photos):
-    plant(photos, {"fox/a.dcm": "", "fox/b.dcm": "", "cat/notes.txt": ""})
-    with pytest.raises(DataError, match=r"fox has no images; left out 2 files .*: \.dcm 2;"):
+    plant(photos, {"fox/a.nef": "", "fox/b.nef": "", "cat/notes.txt": ""})
+    with pytest.raises(DataError, match=r"fox has no images; left out 2 files .*: \.nef 2;"):
         opened(photos)
 
 

@@ -22,15 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from PIL import Image
-
 from vit.atomic_files import atomic_folder
 from vit.config import SourceConfig
 from vit.config.inference_config import accepts_settings
 from vit.config.settings import split_settings
 from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
-from vit.data.image_io import FORMATS, check_header
+from vit.data.image_io import EncodedImage, check_header, read_header
 from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES
 from vit.data.sources.open_dataset import read_source
@@ -300,8 +298,7 @@ def _with_file_names(images: Iterable[ImageFile]) -> Iterator[tuple[str, ImageFi
         parts = [safe_name(part) for part in image.name.split("/") if part not in ("", ".", "..")]
         last = parts.pop() if parts else "picture"
         if os.path.splitext(last)[1].lower() not in IMAGE_SUFFIXES:
-            with Image.open(io.BytesIO(image.content), formats=FORMATS) as opened:
-                image_format = opened.format or "PNG"
+            image_format = read_header(EncodedImage(image.name, image.content)).format
             last += FORMAT_SUFFIXES.get(image_format, f".{image_format.lower()}")
         yield "/".join([*parts, last]), image
 

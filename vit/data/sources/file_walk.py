@@ -5,13 +5,14 @@ unless they lead to a folder that was visited already or that contains the curre
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from vit.data.image_io import read_header, reads_heic
+from vit.data.image_io import read_header
 from vit.data.sources.problems import Problem
 from vit.errors import BadImage, DataError
 from vit.paths import is_run_folder
@@ -19,19 +20,23 @@ from vit.text import join_names, plural, printable
 
 READABLE = (
     ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .mpo "
-    ".avif .avifs .jp2 .j2k .jpx .ico .qoi"
+    ".avif .avifs .jp2 .j2k .jpx .ico .qoi .npy"
 )
 IMAGE_SUFFIXES = frozenset(READABLE.split())
 """Suffixes of files that are taken for images, whatever their content."""
-HEIC_SUFFIXES = frozenset((".heic", ".heif", ".hif"))
-"""Suffixes of images that are read if pillow-heif is installed."""
-UNREADABLE = ".jxl .svg .psd .raw .dng .cr2 .nef .arw .dcm .dicom"
+UNREADABLE = ".jxl .svg .psd .raw .dng .cr2 .nef .arw"
 UNSUPPORTED_SUFFIXES = frozenset(UNREADABLE.split())
 """Suffixes of image formats that have no decoder here."""
-if reads_heic():
-    IMAGE_SUFFIXES |= HEIC_SUFFIXES
-else:
-    UNSUPPORTED_SUFFIXES |= HEIC_SUFFIXES
+EXTRAS = {
+    "heic": ("pillow_heif", frozenset((".heic", ".heif", ".hif"))),
+    "dicom": ("pydicom", frozenset((".dcm", ".dicom"))),
+}
+"""Extra -> its module, and the suffixes of the images that it reads."""
+for _module, _suffixes in EXTRAS.values():
+    if importlib.util.find_spec(_module) is not None:
+        IMAGE_SUFFIXES |= _suffixes
+    else:
+        UNSUPPORTED_SUFFIXES |= _suffixes
 SYSTEM_NAMES = frozenset(
     ("__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir", "__pycache__")
 )
@@ -86,6 +91,8 @@ def holds_output_only(folder: str, content: Collection[str] = IMAGE_SUFFIXES) ->
         folders[:] = [name for name in folders if name[0] != "." and name not in SYSTEM_NAMES]
         shown = [name for name in files if name[0] != "."]
         suffixes = {os.path.splitext(name)[1].lower() for name in shown}
+        if len(suffixes) > 1:  # embeddings beside a list
+            suffixes.discard(".npy")
         if not suffixes.isdisjoint(content) or not all(map(OUTPUT_FILE.fullmatch, shown)):
             return False
         result = result or bool(shown)
@@ -102,11 +109,12 @@ def ignored_suffixes_note(suffixes: Counter[str], noun: str) -> str:
 
 def unsupported_advice(suffixes: Collection[str]) -> str:
     """What to do about images of formats that are not read, or empty."""
-    heic = sorted(HEIC_SUFFIXES & UNSUPPORTED_SUFFIXES & {*suffixes})
-    others = sorted((UNSUPPORTED_SUFFIXES - HEIC_SUFFIXES) & {*suffixes})
-    install = f"; to read {' and '.join(heic)}: pip install 'vit-toolkit[heic]'" if heic else ""
-    convert = f"; convert {', '.join(others)} to JPEG or PNG" if others else ""
-    return install + convert
+    advice, others = "", UNSUPPORTED_SUFFIXES & {*suffixes}
+    for extra, (_, read) in EXTRAS.items():
+        if names := sorted(others & read):
+            advice += f"; to read {' and '.join(names)}: pip install 'vit-toolkit[{extra}]'"
+        others -= read
+    return advice + (f"; convert {', '.join(sorted(others))} to JPEG or PNG" if others else "")
 
 
 def _cannot_list(folder: str, error: OSError) -> DataError:

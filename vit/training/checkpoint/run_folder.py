@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write_text
 from vit.config import Config
+from vit.config.data_config import CHANNEL_SETTINGS
 from vit.config.setting_layers import (
     flatten,
     make_config,
@@ -156,6 +157,9 @@ def with_stored_settings(config: Config, folder: Path) -> Config:
         measured["accumulate"] = stored.data.accumulate
     if not config.chosen("intensity_range"):
         measured["intensity_range"] = stored.data.intensity_range
+    if not config.chosen("channel_order"):
+        measured |= {name: getattr(stored.data, name) for name in CHANNEL_SETTINGS}
+        measured["channels"] = stored.model.channels
     return with_settings(config, **measured)
 
 

@@ -35,7 +35,6 @@ from vit.config import Config, ModelConfig
 from vit.data.archives import open_binary
 from vit.data.dataloader import default_workers
 from vit.data.dataset_types import Sample
-from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, DataError, RunError, WeightsError, error_text
 from vit.model.vision_transformer import VisionTransformer
@@ -278,7 +277,7 @@ def network_features(
     precision = inference_precision(config.run.precision, device)
 
     def prepare(path: str) -> Tensor:
-        return preprocessing(read_image(path, intensity_range=preprocessing.intensity_range))
+        return preprocessing(preprocessing.read(path))
 
     @torch.inference_mode()
     def vectors(inputs: Sequence[Tensor]) -> Tensor:

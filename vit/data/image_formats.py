@@ -1,0 +1,414 @@
+"""Images of instruments: TIFF, DICOM and NumPy files, as arrays of their stored values.
+
+    signature           reader      holds
+    II*, MM*, BigTIFF   tifffile    8 to 64 bits, integers or floats, 1 to 32 channels; grey,
+                                    palette, RGB and CMYK of 8 bits are left to Pillow
+    DICM at byte 128    pydicom     grey and RGB; rescaled, and with the window of the file
+    NUMPY, ZIP          numpy       .npy, .npz with one array: (height, width[, channels]),
+                                    or with the channels first
+
+A reader returns the header of the first page as an `ArrayImage`, whose `load` decodes the values:
+bright is large, whatever the file's photometric interpretation. What a reader does not hold is
+refused by its name. Damage is refused, never filled with zeros.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+MAX_CHANNELS = 32
+
+
+class UnusableFile(Exception):
+    """Why a file is refused, without its name; becomes a BadImage."""
+
+
+@dataclass(frozen=True)
+class ArrayImage:
+    """The header of an image of which the stored values are read.
+
+    Args:
+        format: File format, named as Pillow names it.
+        size: (width, height) as stored, before any rotation.
+        channels: Without opacity.
+        dtype: Type of the values.
+        load: Decodes them: (height, width, channels), and one more channel with an opacity.
+        alpha: Whether colours are multiplied by the opacity, if the last channel is that.
+        orientation: Reads the number of the EXIF orientation; of some formats it decodes them.
+        more_frames: Whether this is the first of several pages.
+        ink: Whether the four channels are shares of ink (CMYK).
+    """
+
+    format: str
+    size: tuple[int, int]
+    channels: int
+    dtype: np.dtype[Any]
+    load: Callable[[], Array]
+    alpha: Literal["", "straight", "premultiplied"] = ""
+    orientation: Callable[[], int] = lambda: 1
+    more_frames: bool = False
+    ink: bool = False
+
+    @property
+    def mode(self) -> str:
+        """Type and number of channels, such as `uint16 x 4`."""
+        return f"{self.dtype.name} x {self.channels}"
+
+
+def open_array_image(file: BinaryIO) -> ArrayImage | None:
+    """Read the header of an image of an instrument; None leaves it to Pillow."""
+    start = file.read(132)
+    file.seek(0)
+    for signature, reader in READERS:
+        if signature.match(start):
+            return reader(file)
+    return None
+
+
+# --- TIFF ----------------------------------------------------------------------------------------
+
+GREY_INVERTED, GREY, RGB, INK = 0, 1, 2, 5
+COLOURS = {GREY_INVERTED: 1, GREY: 1, RGB: 3, INK: 4}
+"""Channels of the photometric interpretations that are read as arrays."""
+PILLOW_ONLY = (3, 6, 8)
+"""Palette, YCbCr and CIELab, which Pillow converts; of 8 bits."""
+PILLOW_COMPRESSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 32771, 32773, 32809, 32946, 34925, 50000)
+"""Of colours that Pillow reads; it takes a file of another one for damaged."""
+DEFLATE = (8, 32946)
+BUILT_IN = (1, 32773, *DEFLATE)
+"""Compressions that need no imagecodecs: none, PackBits, Deflate."""
+WITH_IMAGECODECS = (5, 50000, 34926)
+"""LZW and Zstandard."""
+FLOAT_PREDICTOR = 3
+WHOLE_BYTES = (8, 16, 32, 64)
+ALPHA: dict[int, Literal["straight", "premultiplied"]] = {1: "premultiplied", 2: "straight"}
+"""Kinds of opacity, by the number in ExtraSamples."""
+
+
+def read_tiff(file: BinaryIO) -> ArrayImage | None:
+    """Read the header of the first page of a TIFF; None if Pillow reads it as it is."""
+    import tifffile
+
+    logging.getLogger("tifffile").disabled = True  # what it has to say of damage is raised below
+    tiff = tifffile.TiffFile(file, name="image")
+    page: Any = tiff.pages.first
+    photometric, channels = int(page.photometric), int(page.samplesperpixel)
+    extra = tuple(map(int, page.extrasamples))
+    colours = COLOURS.get(photometric, channels)
+    has_alpha = channels == colours + 1 and len(extra) == 1 and extra[0] in ALPHA
+    plain = channels == colours or (has_alpha and photometric == RGB)
+    bits = page.bitspersample
+    colour_model = tifffile.PHOTOMETRIC(photometric).name.lower()
+    if photometric in PILLOW_ONLY or (plain and page.sampleformat == 1 and bits in (1, 2, 4, 8)):
+        if bits not in (1, 2, 4, 8) or (photometric == RGB and bits != 8):
+            raise UnusableFile(f"{colour_model} colours of {bits} bits; save RGB of 8 bits")
+        if int(page.compression) not in PILLOW_COMPRESSIONS:
+            raise UnusableFile(f"{_compression(page)}; save it with Deflate")
+        _present_segments(page, page.databytecounts or repeat(1))  # Pillow needs no bytes
+        return None
+    if photometric not in COLOURS or page.dtype is None or page.dtype.kind not in "uif":
+        kind = page.dtype.name if page.dtype is not None else f"{bits} bits"
+        raise UnusableFile(
+            f"a TIFF of {colour_model} and {kind}, which no network reads; save "
+            "integers or floating-point numbers of grey or RGB"
+        )
+    if page.imagedepth > 1:
+        raise UnusableFile(f"a volume of {page.imagedepth} slices; save each as an image")
+    _check_compression(page)
+    more_frames = False
+    with contextlib.suppress(Exception):  # only later pages are bad
+        second: Any = tiff.pages[1]
+        more_frames = not second.is_reduced
+    return ArrayImage(
+        format="TIFF",
+        size=(page.imagewidth, page.imagelength),
+        channels=channels - has_alpha,
+        dtype=page.dtype.newbyteorder("="),
+        load=lambda: _tiff_values(page, channels - has_alpha),
+        alpha=ALPHA[extra[0]] if has_alpha else "",
+        orientation=lambda: int(page.tags.valueof(274, default=1)),
+        more_frames=more_frames,
+        ink=photometric == INK,
+    )
+
+
+def _tiff_values(page: Any, colours: int) -> Array:
+    """The values of a page of a TIFF, (height, width, channels); white is the largest."""
+    _check_segments(page)
+    values: Array = page.asarray(squeeze=False, maxworkers=1)[:, 0]
+    # (planes, height, width, channels of a plane), of which one is 1
+    values = np.moveaxis(values, 0, 2).reshape(page.imagelength, page.imagewidth, -1)
+    if page.photometric == GREY_INVERTED:
+        values = values.copy()
+        values[..., :colours] = _inverted(values[..., :colours], page.bitspersample)
+    return values
+
+
+def _inverted(values: Array, bits: int) -> Array:
+    """Black for white: of integers within their range, of floating-point numbers within [0, 1]."""
+    if values.dtype.kind == "u":
+        return np.asarray(((1 << bits) - 1) - values, dtype=values.dtype)
+    return ~values if values.dtype.kind == "i" else 1 - values
+
+
+def _compression(page: Any) -> str:
+    import tifffile
+
+    values = f"{page.bitspersample} bits" if page.dtype is None else page.dtype.name
+    return f"{tifffile.COMPRESSION(page.compression).name} compression of {values}"
+
+
+def _check_compression(page: Any) -> None:
+    """Refuse a compression that is not read, or not without imagecodecs."""
+    compression = int(page.compression)
+    if compression not in BUILT_IN + WITH_IMAGECODECS:
+        raise UnusableFile(f"{_compression(page)}; save it with Deflate")
+    if compression in WITH_IMAGECODECS:
+        what, remedy = _compression(page), "with Deflate"
+    elif page.predictor == FLOAT_PREDICTOR:
+        what, remedy = "a predictor of floating-point numbers", "without one"
+    elif page.bitspersample not in WHOLE_BYTES:
+        what, remedy = f"packed values of {page.bitspersample} bits", "as whole bytes"
+    else:
+        return
+    if not has_imagecodecs():
+        raise UnusableFile(f"{what}: pip install 'vit-toolkit[tiff]', or save it {remedy}")
+
+
+def has_imagecodecs() -> bool:
+    """Whether the decoders that tifffile itself lacks are installed."""
+    return importlib.util.find_spec("imagecodecs") is not None
+
+
+def _present_segments(page: Any, sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where strips or tiles begin, and their bytes, if none is missing."""
+    number = math.prod(page.chunked)
+    spans = list(zip(page.dataoffsets, sizes, strict=False))[:number]
+    there = [(at, size) for at, size in spans if at > 0 and size > 0]
+    if len(there) < number:
+        raise UnusableFile(f"{number - len(there)} of its {number} strips or tiles are missing")
+    return there
+
+
+def _check_segments(page: Any) -> None:
+    """Refuse strips and tiles that are missing, cut short, or larger than they should be."""
+    file, spans = page.parent.filehandle, _present_segments(page, page.databytecounts)
+    if any(at + size > file.size for at, size in spans):
+        raise UnusableFile("damaged or cut short (strips or tiles beyond the end of the file)")
+    if int(page.compression) in DEFLATE and not has_imagecodecs():  # tifffile alone has no limit
+        limit = math.prod(page.chunks) * page.dtype.itemsize
+        for at, size in spans:
+            file.seek(at)
+            inflate = zlib.decompressobj()
+            inflate.decompress(file.read(size), limit)
+            if inflate.unconsumed_tail:
+                raise UnusableFile("a strip or tile holds more than its size")
+
+
+# --- NumPy ---------------------------------------------------------------------------------------
+
+
+def read_npy(file: BinaryIO) -> ArrayImage:
+    """Read the header of a `.npy` file."""
+    start = file.tell()
+    shape, _, dtype = _npy_header(file)
+    return _array_image(shape, dtype, lambda: _npy_values(file, start))
+
+
+def read_npz(file: BinaryIO) -> ArrayImage | None:
+    """Read the header of a `.npz` file with one array; None for any other ZIP archive."""
+    if not zipfile.is_zipfile(file):
+        return None
+    archive = zipfile.ZipFile(file)
+    names = archive.namelist()
+    if not all(name.endswith(".npy") for name in names):
+        return None
+    if len(names) != 1:
+        raise UnusableFile(f"{len(names)} arrays; save one array in a file")
+    with archive.open(names[0]) as member:
+        shape, _, dtype = _npy_header(member)
+
+    def load() -> Array:
+        with archive.open(names[0]) as member:
+            return _npy_values(member, 0)
+
+    return _array_image(shape, dtype, load)
+
+
+def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }[version]
+    header: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    return header
+
+
+def _npy_values(file: Any, start: int) -> Array:
+    """The array of a `.npy` file, (height, width, channels)."""
+    if start or file.seekable():
+        file.seek(start)
+    values: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return channels_last(values.astype(values.dtype.newbyteorder("="), copy=False))
+
+
+def _array_image(
+    shape: tuple[int, ...], dtype: np.dtype[Any], load: Callable[[], Array]
+) -> ArrayImage:
+    if dtype.kind not in "uif":
+        raise UnusableFile(f"an array of {dtype}; save integers or floating-point numbers")
+    if len(shape) not in (2, 3):
+        raise UnusableFile(f"an array of shape {shape}; save (height, width, channels)")
+    height, width, channels = channels_last(np.broadcast_to(np.uint8(0), shape)).shape
+    return ArrayImage("NPY", (width, height), channels, dtype.newbyteorder("="), load)
+
+
+def channels_last(values: Array) -> Array:
+    """(height, width), (height, width, channels) or (channels, height, width) as the second.
+
+    Of the first and the last side the smaller is the channels; the last if they are equal.
+    """
+    if values.ndim == 2:
+        return values[..., None]
+    return np.moveaxis(values, 0, 2) if values.shape[0] < values.shape[2] else values
+
+
+# --- DICOM ---------------------------------------------------------------------------------------
+
+PALETTE = "PALETTE COLOR"
+DICOM_COLOURS = (
+    *("MONOCHROME1", "MONOCHROME2", PALETTE, "RGB"),
+    *("YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT"),
+)
+"""Photometric interpretations that pydicom converts to RGB."""
+
+
+def read_dicom(file: BinaryIO) -> ArrayImage:
+    """Read the header of a DICOM file."""
+    if importlib.util.find_spec("pydicom") is None:
+        raise UnusableFile("a DICOM file: pip install 'vit-toolkit[dicom]'")
+    import pydicom
+    from pydicom.pixels.decoders.base import get_decoder
+
+    logging.getLogger("pydicom").disabled = True
+    header = pydicom.dcmread(file, stop_before_pixels=True)
+    if not header.get("Rows"):
+        raise UnusableFile("a DICOM file without an image")
+    syntax = header.file_meta.TransferSyntaxUID
+    if syntax.is_deflated:
+        raise UnusableFile(f"a DICOM file in {syntax.name}; convert it")
+    if not get_decoder(syntax).is_available:
+        raise UnusableFile(_not_decoded(syntax.name))
+    photometric = header.PhotometricInterpretation
+    if photometric not in DICOM_COLOURS:
+        raise UnusableFile(f"a DICOM file of {photometric} colours; save RGB")
+    if header.BitsAllocated not in (8, 16, 32):
+        raise UnusableFile(f"a DICOM file of {header.BitsAllocated} bits; 8, 16 and 32 are read")
+    if int(header.get("NumberOfFrames") or 1) > 1:
+        raise UnusableFile(f"{header.NumberOfFrames} frames; save each as a file")
+    colour = int(header.SamplesPerPixel) > 1 or photometric == PALETTE
+    integer = np.dtype(f"{'i' if header.PixelRepresentation else 'u'}{header.BitsAllocated // 8}")
+    if photometric == PALETTE:
+        integer = np.dtype(
+            np.uint8 if header.RedPaletteColorLookupTableDescriptor[2] == 8 else np.uint16
+        )
+    elif not colour and (_has_window(header) or _is_rescaled(header)):
+        integer = np.dtype(np.float32)
+    return ArrayImage(
+        format="DICOM",
+        size=(int(header.Columns), int(header.Rows)),
+        channels=3 if colour else 1,
+        dtype=integer,
+        load=lambda: _dicom_values(file),
+    )
+
+
+def _not_decoded(syntax: str) -> str:
+    return f"a DICOM file in {syntax}: pip install python-gdcm, or convert it"
+
+
+def _within_table(values: Array, descriptor: Any) -> Array:
+    """Values with an entry in a lookup table; pydicom drops the upper bits of all others."""
+    entries, first, bits = map(int, descriptor)
+    entries = entries or 2**16
+    if bits == 8 and entries > 256:  # of which it drops those too
+        raise UnusableFile(f"a DICOM file with a lookup table of {entries} entries of 8 bits")
+    return values.astype(np.int64).clip(first, first + entries - 1)
+
+
+def _has_window(header: Any) -> bool:
+    return bool(header.get("VOILUTSequence")) or _has_values(header, "WindowCenter", "WindowWidth")
+
+
+def _is_rescaled(header: Any) -> bool:
+    return bool(header.get("ModalityLUTSequence")) or (
+        _has_values(header, "RescaleSlope", "RescaleIntercept")
+        and (float(header.RescaleSlope), float(header.RescaleIntercept)) != (1.0, 0.0)
+    )
+
+
+def _has_values(header: Any, *names: str) -> bool:
+    """Whether tags are there and not empty."""
+    return all(header.get(name) is not None for name in names)
+
+
+def _dicom_values(file: BinaryIO) -> Array:
+    """The values of a DICOM file, (height, width, channels).
+
+    With a window they are what is shown, floating-point numbers in [0, 1]; without one they are
+    rescaled to the units of the instrument. Black is small, also for MONOCHROME1.
+    """
+    from pydicom import dcmread
+    from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi_lut
+
+    file.seek(0)
+    data = dcmread(file)
+    try:
+        values: Array = data.pixel_array
+    except (RuntimeError, NotImplementedError):  # of all decoders that are installed
+        raise UnusableFile(_not_decoded(data.file_meta.TransferSyntaxUID.name)) from None
+    if data.PhotometricInterpretation == PALETTE:
+        palette = data.RedPaletteColorLookupTableDescriptor
+        values = apply_color_lut(_within_table(values, palette), data)
+        return values.astype(np.uint8) if palette[2] == 8 else values
+    if values.ndim == 3:
+        return values
+    stored = int(data.BitsStored)
+    if data.get("ModalityLUTSequence"):
+        values = _within_table(values, data.ModalityLUTSequence[0].LUTDescriptor)
+    if _is_rescaled(data):
+        values = apply_modality_lut(values, data).astype(np.float32)
+    if _has_window(data):
+        if data.get("VOILUTSequence"):
+            table = data.VOILUTSequence[0].LUTDescriptor
+            values = _within_table(values, table)
+            black, white = 0, 2 ** table[2] - 1
+        else:
+            black, white = apply_voi_lut(np.array([-1e12, 1e12]), data)
+        shown = apply_voi_lut(values, data)
+        values = ((shown - black) / (white - black)).astype(np.float32)
+    if data.PhotometricInterpretation == "MONOCHROME1":
+        values = _inverted(values, stored)
+    return values[..., None]
+
+
+Reader = Callable[[BinaryIO], ArrayImage | None]
+READERS: tuple[tuple[re.Pattern[bytes], Reader], ...] = (
+    (re.compile(rb".{128}DICM", re.S), read_dicom),
+    (re.compile(rb"II[*+]\0|MM\0[*+]"), read_tiff),
+    (re.compile(rb"\x93NUMPY"), read_npy),
+    (re.compile(rb"PK\x03\x04"), read_npz),
+)
+"""Signature of a file's first bytes, and what reads it; a DICOM file may begin as a TIFF."""
