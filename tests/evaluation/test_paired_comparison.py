@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest, bootstrap, norm
-from scipy.stats import bootstrap, t as student
+from scipy.stats import t as student
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation import paired_comparison
