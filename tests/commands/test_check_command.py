@@ -60,13 +60,6 @@ def test_the_limit_of_pixels_is_a_flag_whatever_was_checked_before(
     assert "--max-pixels" not in capsys.readouterr().err
 
 
-def test_invalid_arguments_give_exit_code_2(tmp_path, tiny_data, capsys):
-    assert main(["check", str(tmp_path / "missing")]) == 2
-    assert main(["check", str(tiny_data), "--device", "cpu"]) == 2
-    assert main(["check", str(tiny_data), "--json", str(tmp_path / "no" / "x.json")]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 3
-
-
 @pytest.mark.auto_precision
 def test_weights_add_a_check_of_features(tiny_run, tiny_data, tmp_path, capsys):
     words = ["--weights", str(tiny_run), "--device", "cpu"]

@@ -161,14 +161,3 @@ def test_images_of_a_list_or_pattern_are_not_overwritten(photos, tmp_path, capsy
         assert f"{place} holds images of the data, such as {place}" in told
     written(listed, "folder", tmp_path / "other")  # elsewhere they are read
     assert (files_of(out), files_of(shards)) == before
-
-
-def test_settings_without_effect_are_refused(photos, tmp_path, capsys):
-    out = ["--out", tmp_path / "o"]
-    assert "a folder has no shards" in refused(
-        capsys, photos, "--to", "folder", *out, "--shard-size", "1GB"
-    )
-    assert "must be at least 1MB" in refused(
-        capsys, photos, "--to", "shards", *out, "--shard-size", "3"
-    )
-    assert "no such folder" in refused(capsys, tmp_path / "none", "--to", "shards", *out)

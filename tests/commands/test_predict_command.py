@@ -129,31 +129,6 @@ def test_out_is_untouched_when_the_work_breaks_off(
     assert os.listdir(tmp_path) == ["found.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["near/*.jpg"], "near/*.jpg: matches no file; correct the pattern"),
-        (["."], "no images"),
-        (["a.jpg", "--out", "."], "is a folder"),
-        (["a.jpg", "--out", "no/such/folder.csv"], "no folder"),
-        (["a.jpg", "--device", "gpu"], "device='gpu'"),
-        (["a.jpg", "--top-k", "0"], "at least 1"),
-        (["a.jpg", "--batch-size", "many"], "batch_size='many' is not a whole number"),
-        (["a.jpg", "--precision", "bf17"], "bf17"),
-        (["a.jpg", "--formt", "csv"], "--format"),
-        ([], "INPUT"),
-    ],
-)
-def test_what_cannot_start_is_one_line(predict, tmp_path, monkeypatch, words, reason):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "near").mkdir()
-    (tmp_path / "photos.zip").write_bytes(b"PK")
-    code, out, err = predict(*words)
-    assert (code, out, len(err)) == (2, [], 1)
-    assert err[0].startswith("vit predict: ")
-    assert reason in err[0]
-
-
 def test_an_input_that_is_not_there_has_its_row_and_the_nearest_name(
     predict, tmp_path, monkeypatch
 ):
@@ -164,16 +139,9 @@ def test_an_input_that_is_not_there_has_its_row_and_the_nearest_name(
     assert err[0] == "vit predict: photso is not there; did you mean photos?"
 
 
-def test_a_missing_model_is_one_line(predict, input_images, tmp_path):
-    code, out, err = predict(input_images[0], model=tmp_path / "nothing")
-    assert (code, out, len(err)) == (2, [], 1)
-    assert "nothing" in err[0]
-
-
-def test_an_empty_list_is_one_line(predict, monkeypatch):
+def test_an_empty_list_is_one_line(refusal, tiny_run, monkeypatch):
     give_input(monkeypatch, b"\n")
-    code, out, err = predict("-")
-    assert (code, out, len(err)) == (2, [], 1)
+    assert refusal("predict", tiny_run, "-")
 
 
 def test_names_are_the_same_in_every_locale(

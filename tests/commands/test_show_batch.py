@@ -76,23 +76,6 @@ def test_an_existing_file_is_only_replaced_with_overwrite(show, colours):
     assert show(colours, "-b", "4", "--show-batch", "batch.png", "--overwrite")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--show-batch", "batch.gif"), "batch.gif: give a name that ends in .png"),
-        (("--show-batch", "no/batch.png"), "there is no folder no; create it first"),
-        (("--show-batch", "b.png", "--out", "run"), "so --out has no meaning"),
-        (("--show-batch", "b.png", "--resume"), "so --resume has no meaning"),
-    ],
-)
-def test_invalid_arguments_are_one_line_errors(show, colours, tmp_path, words, reason):
-    code, said = show(colours, *words)
-    assert code == 2
-    assert reason in said
-    assert said.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_captions_are_drawn_below_the_images(show, colours, tmp_path):
     rows = [f"{path},an image of something called {path.stem}" for path in colours.rglob("*.*")]
     (tmp_path / "list.csv").write_text("\n".join(["image,caption", *rows]) + "\n")
@@ -129,9 +112,3 @@ def test_a_sheet_of_many_or_large_images_has_a_limited_size():
     sheet = contact_sheet(many, [["a\nb" * 200], *[["c"]] * 69])
     assert sheet.width == MARGIN + 8 * (88 + MARGIN)
     assert sheet.height < 8 * (TILE + MARGIN + 20 * 40)
-
-
-def test_folds_without_a_fold_are_refused(show, colours):
-    code, said = show(colours, "--folds", "2", "--show-batch", "batch.png")
-    assert code == 2
-    assert "folds=2: a run trains one fold; set --fold (1..N)" in said
