@@ -82,16 +82,8 @@ def test_every_part_has_its_row_in_the_documentation_and_its_function():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     for part in PARTS:
         assert f"\n| `{part}` |" in page
-    for part in (
-        "forward",
-        "step",
-        "small",
-        "startup",
-        "accuracy",
-        "coverage",
-        "calibration",
-        "groups",
-    ):
+    functions = "forward step small startup accuracy coverage calibration groups"
+    for part in functions.split():
         assert callable(getattr(importlib.import_module(f"benchmarks.{PARTS[part]}"), part))
 
 

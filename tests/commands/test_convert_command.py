@@ -131,7 +131,8 @@ def test_offline_the_folder_is_written_and_the_error_names_the_upload_command(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     out = tmp_path / "out"
     words = ("convert", tiny_run, "--to", "timm", "--out", out, "--push", "ada/pets")
-    assert "hf upload ada/pets" in vit(*words)[2][-1]
+    code, _, err = vit(*words)
+    assert (code, "hf upload ada/pets" in err[-1]) == (2, True)
     assert (out / "model.safetensors").is_file()
 
 

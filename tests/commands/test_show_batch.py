@@ -5,7 +5,6 @@ import pytest
 import torch
 from PIL import Image
 
-from vit.commands.main import main
 from vit.data.contact_sheet import MARGIN, TILE, contact_sheet, wrap
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
@@ -20,13 +19,13 @@ TINY = (
 
 
 @pytest.fixture
-def show(tmp_path, monkeypatch, capfd):
+def show(vit, tmp_path, monkeypatch):
     """Runs the command in an empty folder; gives exit code and standard error."""
     monkeypatch.chdir(tmp_path)
 
     def run(data, *words):
-        code = main(["train", str(data), *TINY, *map(str, words)])
-        return code, capfd.readouterr().err
+        code, _, err = vit("train", data, *TINY, *words)
+        return code, "\n".join(err)
 
     return run
 
@@ -68,10 +67,9 @@ def test_the_sheet_shows_the_first_batch_and_nothing_is_trained(show, colours, t
         )
 
 
-def test_an_existing_file_is_only_replaced_with_overwrite(show, colours):
+def test_an_existing_file_is_only_replaced_with_overwrite(show, refusal, colours):
     assert show(colours, "-b", "4", "--show-batch", "batch.png")[0] == 0
-    code, said = show(colours, "-b", "4", "--show-batch", "batch.png")
-    assert code == 2
+    said = refusal("train", colours, *TINY, "-b", "4", "--show-batch", "batch.png")
     assert "batch.png exists; choose another name, or add --overwrite" in said
     assert show(colours, "-b", "4", "--show-batch", "batch.png", "--overwrite")[0] == 0
 
