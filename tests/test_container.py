@@ -3,7 +3,6 @@
 No Docker runs in the tests: the steps of the Dockerfile do, in a fresh virtual environment.
 """
 
-import http.client
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from fnmatch import fnmatch
 from importlib.metadata import version
@@ -22,6 +20,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from tests.exported.test_exported_classifier import written
+from tests.serving.conftest import ask, wait_for
 from vit.commands import serve_command
 from vit.commands.command_parser import CommandParser, options_of
 from vit.serving.server_config import ServerConfig
@@ -114,16 +113,6 @@ ENVIRONMENT = {
 } | {"HOME": "/nonexistent", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-def ask(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.request(method, path, body)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
 def needed(wheel: Path, *extras: str) -> list[Requirement]:
     """Libraries that a wheel needs on this machine."""
     with zipfile.ZipFile(wheel) as archive:
@@ -180,17 +169,12 @@ def test_the_steps_of_the_dockerfile_lead_to_a_server_that_answers(tiny_data, tm
         ) as server,
     ):
         try:
-            deadline = time.monotonic() + 40
-            while not (found := re.search(r"listening at http://127.0.0.1:(\d+)", log.read_text())):
-                assert server.poll() is None, log.read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            port = int(found[1])
-            assert ask(port, "GET", "/ready") == (200, b'{"status": "ready"}')
-            assert b"<html" in ask(port, "GET", "/")[1]
+            wait_for(lambda: "listening at" in log.read_text() or server.poll() is not None)
+            (port,) = map(int, re.findall(r"listening at http://127.0.0.1:(\d+)", log.read_text()))
+            assert ask(port, "GET", "/ready").json == {"status": "ready"}
+            assert b"<html" in ask(port, "GET", "/").body
             image = next((tiny_data / "val").rglob("*.*")).read_bytes()
-            status, answer = ask(port, "POST", "/predict", image)
-            assert (status, len(json.loads(answer)["results"])) == (200, 1)
+            assert len(ask(port, "POST", "/predict", image).json["results"]) == 1
             _, *check = [word.replace(":8000/", f":{port}/") for word in instruction("HEALTHCHECK")]
             run([python, *check], tmp_path)
             server.send_signal(signal.SIGTERM)

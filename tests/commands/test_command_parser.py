@@ -1,13 +1,12 @@
 """The help of one screen, of a group, of a flag, and of everything; the flags of DATA."""
 
-import csv
 import importlib
-import json
 import os
 import shutil
 
 import pytest
 
+from tests.commands.conftest import read_rows
 from vit.commands.command_parser import CommandParser, dataset_spec
 from vit.commands.main import COMMANDS, main
 from vit.commands.train_command import TITLES
@@ -77,14 +76,6 @@ def test_one_flag_has_its_help(word, capsys):
     assert "--lr" not in text
 
 
-def test_a_topic_that_is_none_is_an_error_with_the_nearest(capsys):
-    assert main(["train", "--help", "augmentatoin"]) == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1
-    assert "did you mean augmentation?" in err
-    assert "fine-tuning" in err
-
-
 @pytest.mark.parametrize("command", ["check", "data", "evaluate", "compare", "calibrate"])
 def test_data_are_read_by_the_same_flags_everywhere(command, tmp_path):
     module = importlib.import_module(f"vit.commands.{command}_command")
@@ -116,11 +107,6 @@ def photos(tiny_data, tmp_path, monkeypatch):
     return "photos"
 
 
-def rows(path):
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        return [*csv.DictReader(file)] if path.endswith("csv") else [*map(json.loads, file)]
-
-
 def test_lists_go_from_command_to_command(photos, tiny_run, monkeypatch, capsys):
     for module in ("evaluation.temperature_scaling", "inference.calibrate"):
         monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
@@ -129,20 +115,18 @@ def test_lists_go_from_command_to_command(photos, tiny_run, monkeypatch, capsys)
         lists = f"first.{suffix}", f"second.{suffix}"
         assert main(["predict", str(run), photos, "--out", lists[0], *FIXED]) == 0
         assert main(["predict", str(run), lists[0], "--out", lists[1], *FIXED]) == 0
-        first, second = map(rows, lists)
+        first, second = map(read_rows, lists)
         assert [row["image"] for row in first] == [row["image"] for row in second]
         answer = "label_1" if suffix == "csv" else "predictions"
         assert [row[answer] for row in first] == [row[answer] for row in second]
-    names = [row["image"] for row in rows("first.csv")]
+    names = [row["image"] for row in read_rows("first.csv")]
     assert len(names) == 27
     labels = ["--labels", "first.csv", "--label-column", "label_1"]
     assert main(["evaluate", str(run), photos, *labels, "--json", "e.json", *FIXED]) == 0
-    with open("e.json", encoding="utf-8") as file:
-        assert (found := json.load(file))["top1"] == 1.0  # the labels are its own answers
-        assert found["count"] == 27
+    (found,) = read_rows("e.json")
+    assert (found["top1"], found["count"]) == (1.0, 27)  # the labels are its own answers
     assert main(["calibrate", str(run), photos, *labels, "--json", "c.json", *FIXED]) == 0
-    with open("c.json", encoding="utf-8") as file:
-        assert json.load(file)["calibration"]["images"] == 27
+    assert read_rows("c.json")[0]["calibration"]["images"] == 27
     assert main(["compare", str(run), str(tiny_run), photos, *labels, *FIXED]) == 0
     assert main(["data", photos, *labels, "--to", "folder", "--out", "copied"]) == 0
     assert sum(len(files) for _, _, files in os.walk("copied")) == 28  # and vit-data.json

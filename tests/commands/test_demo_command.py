@@ -18,12 +18,6 @@ def test_the_demo_is_a_training_on_the_digits_that_replaces_only_its_own_run(mon
     assert train_command.chosen_settings(second) == {"data": "digits", "epochs": 3}
 
 
-def test_the_demo_has_no_flags_of_other_data(capsys):
-    for flag in ("--folds", "--task", "--resume", "--config"):
-        assert main(["demo", flag, "3"]) == 2
-        assert f"{flag} is not an argument" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_demo_writes_a_run_and_prints_twenty_labels(tmp_path, monkeypatch, capfd):

@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.inference.captioners import save_captioner
 from vit.commands.main import main
 from vit.export import export_formats, verification
 from vit.exported.onnx_session import OnnxSession
 from vit.inference.predictor import Predictor
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run folder of a captioner."""
-    return save_captioner(tmp_path_factory.mktemp("run"))
 
 
 def export(*words):
@@ -25,42 +18,32 @@ def export(*words):
 
 @pytest.mark.slow
 def test_a_captioner_becomes_two_files_that_only_overwrite_replaces(
-    run, tmp_path, capsys, tiny_data
+    vit, refusal, captioner, tmp_path, tiny_data
 ):
     out, beside = tmp_path / "pets.onnx", tmp_path / "pets.decoder.onnx"
     beside.write_text("mine")
-    assert export(run, "--out", out) == 2
-    assert "pets.decoder.onnx exists; choose another name, or add --overwrite" in said(capsys)
+    words = ("export", captioner, "--out", out)
+    taken = "pets.decoder.onnx exists; choose another name, or add --overwrite"
+    assert taken in refusal(*words)
     assert beside.read_text() == "mine"
-    assert export(run, "--out", out, "--overwrite", "--precision", "fp32") == 0
-    printed = capsys.readouterr()
-    assert [line.split(" (")[0] for line in printed.out.splitlines()] == [
-        f"written: {out}",
-        f"written: {beside}",
-    ]
-    assert printed.err.startswith("same as torch up to ")
-    assert printed.err.splitlines()[-1] == "all agree"
+    code, shown, notes = vit(*words, "--overwrite", "--precision", "fp32")
+    assert (code, notes[-1]) == (0, "all agree")
+    assert [line.split(" (")[0] for line in shown] == [f"written: {out}", f"written: {beside}"]
+    assert notes[0].startswith("same as torch up to ")
     assert {path.name for path in tmp_path.iterdir()} == {out.name, beside.name}
     image = str(next(tiny_data.rglob("*.png")))
     (answer,) = Predictor(out)([image])
     assert answer.caption is not None
     rows = []
-    for words in ([run, "--precision", "fp32"], [out]):  # the file is of float32
-        inputs = [image, "missing.png", "--format", "jsonl"]
-        assert main(["predict", *map(str, words), *inputs]) == 1
-        rows.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    for words in ([captioner, "--precision", "fp32"], [out]):  # the file is of float32
+        code, shown, _ = vit("predict", *words, image, "missing.png", "--format", "jsonl")
+        assert code == 1
+        rows.append([*map(json.loads, shown)])
     assert rows[0][1] == rows[1][1]
     assert rows[0][0]["caption"] == rows[1][0]["caption"] == answer.caption
     assert rows[0][0]["score"] == pytest.approx(rows[1][0]["score"], abs=1e-4)
     for words, reason in (("--beams 2", "beams=2"), ("--explain why", "explain='why'")):
-        assert main(["predict", str(out), image, *words.split()]) == 2
-        assert reason in said(capsys)
-
-
-def said(capsys):
-    """The one line on standard error."""
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+        assert reason in refusal("predict", out, image, *words.split())
 
 
 @pytest.mark.usefixtures("traced_once")
@@ -91,31 +74,4 @@ def test_a_classifier_becomes_one_verified_file(tiny_run, tmp_path, capsys, tiny
     (probabilities,) = session({"images": image[None]})
     assert probabilities.sum() == pytest.approx(1, abs=1e-3)
     assert export(tiny_run, "--out", out) == 2
-    assert "pets.onnx exists; choose another name, or add --overwrite" in said(capsys)
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "message"),
-    [
-        ("a.onnx", "--tokens", "tokens=True: a captioner is exported in fp32 with its usual"),
-        ("a.onnx", "--opset 20", "opset=20: a captioner is exported in fp32 with its usual"),
-        ("a.onnx", "--precision fp16", "precision='fp16': a captioner is exported in fp32"),
-        ("a.onnx", "--max-drop 0.1", "max_drop=0.1: nothing is measured without validation data"),
-        ("a.pt2", "", "to='torch': RUN writes captions, and becomes onnx alone"),
-        ("a.xml", "", "to='openvino': RUN writes captions, and becomes onnx alone"),
-        ("a.pt2", "--to torch", "writes captions, and becomes onnx alone"),
-        ("a.pt", "", "a.pt: name it .onnx, such as a.onnx"),
-        ("none/a.onnx", "", "there is no folder"),
-        ("folder.onnx", "--overwrite", "is no ordinary file"),
-    ],
-)
-def test_impossible_exports_are_refused_in_one_line(run, tmp_path, capsys, name, flags, message):
-    (tmp_path / "folder.onnx").mkdir()
-    assert export(run, "--out", tmp_path / name, *flags.split()) == 2
-    assert message.replace("RUN", str(run)) in said(capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.onnx"]
-
-
-def test_a_missing_run_is_a_one_line_error(tmp_path, capsys):
-    assert export(tmp_path / "none", "--out", tmp_path / "a.onnx") == 2
-    assert "is not there" in said(capsys)
+    assert "pets.onnx exists; choose another name, or add --overwrite" in capsys.readouterr().err

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.commands.interruptions import interrupt_at
 from vit.data.image_io import read_image
 from vit.output.resumable_output import FileLock
 from vit.weights.saved_model import load_run
@@ -30,7 +29,7 @@ def inputs(input_images, bad_images):
     return [bad_images[0], *input_images, *bad_images[1:]]
 
 
-def test_vectors_survive_a_kill(predict, tiny_run, inputs, tmp_path, monkeypatch):
+def test_vectors_survive_a_kill(predict, interrupted, tiny_run, inputs, tmp_path):
     words = (*inputs, "-b", 4, "--format", "csv", "--precision", "fp32")
     whole, cut = (tmp_path / name for name in ("whole", "cut"))
     for folder in (whole, cut):
@@ -38,9 +37,7 @@ def test_vectors_survive_a_kill(predict, tiny_run, inputs, tmp_path, monkeypatch
     out = ("--out", whole / "a.csv", "--embeddings", whole / "a.npy")
     assert predict(*words, *out)[0] == 1
     out = ("--out", cut / "a.csv", "--embeddings", cut / "a.npy")
-    with monkeypatch.context() as patch:
-        interrupt_at(3, "fail", patch.setattr)
-        assert predict(*words, *out)[0] == 2
+    interrupted(*words, *out, block=3)
     assert os.listdir(cut) == ["a.csv.partial"]
     assert predict(*words, *out, "--resume")[0] == 1
     for name in ("a.csv", "a.npy"):
@@ -54,41 +51,27 @@ def test_vectors_survive_a_kill(predict, tiny_run, inputs, tmp_path, monkeypatch
         np.testing.assert_allclose(row, wanted, atol=1e-5)
 
 
-def test_other_vectors_are_replaced_only_when_asked(predict, input_images, tmp_path):
+def test_other_vectors_are_replaced_only_when_asked(
+    predict, refusal, tiny_run, input_images, tmp_path
+):
     (tmp_path / "a.npy").write_text("precious")
     words = (*input_images, "--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
-    code, _, err = predict(*words)
-    assert (code, len(err)) == (2, 1)
-    assert "a.npy exists" in err[0]
+    assert "a.npy exists" in refusal("predict", tiny_run, *words)
     assert (tmp_path / "a.npy").read_text() == "precious"
     assert predict(*words, "--overwrite")[0] == 0
     assert np.load(tmp_path / "a.npy").shape == (27, DIM)
 
 
-def test_several_views_are_averaged(predict, input_images, tmp_path):
-    plain, multilabel = (
-        predict(*input_images, "--format", "csv", *words) for words in ((), ("--tta", "flip"))
-    )
-    assert plain[0] == multilabel[0] == 0
-    assert plain[1] != multilabel[1]
-    code, _, err = predict(*input_images, "--tta", "flip", "--explain", tmp_path / "x")
-    assert (code, len(err)) == (2, 1)
-    assert "leave one of tta and explain out" in err[0]
-    code, _, err = predict(*input_images, "--compile", "--keep-aspect")
-    assert (code, len(err)) == (2, 1)
-    assert "too many shapes to compile" in err[0]
+def test_several_views_are_averaged(predict, input_images):
+    words = (*input_images, "--format", "csv")
+    plain, averaged = predict(*words), predict(*words, "--tta", "flip")
+    assert plain[0] == averaged[0] == 0
+    assert plain[1] != averaged[1]
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp_path, monkeypatch):
-    words = (
-        *input_images,
-        "-b",
-        4,
-        "--out",
-        tmp_path / "a.csv",
-        "--embeddings",
-        tmp_path / "a.npy",
-    )
+    files = ("--out", tmp_path / "a.csv", "--embeddings", tmp_path / "a.npy")
+    words = (*input_images, "-b", 4, *files)
     replace = Path.replace
 
     def killed(path, target):
@@ -105,17 +88,14 @@ def test_a_kill_between_the_two_renames_loses_nothing(predict, input_images, tmp
     assert "resuming after 27 of 27 images" in err[0]
     assert (tmp_path / "a.npy").read_bytes() == whole
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "a.csv.done", "a.npy"]
-    assert predict(*words, "--resume")[::2] == (
-        0,
-        [f"vit predict: {tmp_path / 'a.csv'} is complete"],
-    )
+    complete = f"vit predict: {tmp_path / 'a.csv'} is complete"
+    assert predict(*words, "--resume") == (0, [], [complete])
 
 
-def test_two_jobs_do_not_write_the_same_vectors(predict, input_images, tmp_path):
+def test_two_jobs_do_not_write_the_same_vectors(refusal, tiny_run, input_images, tmp_path):
     words = (*input_images, "--out", tmp_path / "b.csv", "--embeddings", tmp_path / "a.npy")
     with FileLock([tmp_path / "a.npy"]) as claim:
         claim.acquire()
-        code, _, err = predict(*words)
-    assert (code, len(err)) == (2, 1)
-    assert "a.npy.partial is being written by another process" in err[0]
+        said = refusal("predict", tiny_run, *words)
+    assert "a.npy.partial is being written by another process" in said
     assert os.listdir(tmp_path) == []

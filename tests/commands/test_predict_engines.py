@@ -39,19 +39,6 @@ def test_what_an_engine_cannot_compute_has_a_remedy(model, asked, reason):
         select_engine(model, asked)
 
 
-def test_the_command_refuses_in_one_line(predict, tiny_run, input_images):
-    code, out, err = predict(input_images[0], "--engine", "onnx")
-    assert (code, out, len(err)) == (2, [], 1)
-    assert "export it first" in err[0]
-
-
-def test_ray_writes_files(predict, input_images, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = predict(input_images[0], "--engine", "ray")
-    assert (code, out, len(err)) == (2, [], 1)
-    assert "--engine ray writes files: give --out" in err[0]
-
-
 def test_a_model_is_told_by_all_of_its_files(tiny_run, tmp_path):
     names = {path.name for path in model_files(str(tiny_run))}
     assert names == {"config.json", "model.safetensors"}

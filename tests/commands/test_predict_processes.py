@@ -43,7 +43,7 @@ def test_two_processes_write_what_one_does(tiny_run, inputs, alone, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "alone", "bad", "log", "sorted"]
 
 
-def test_a_kill_of_two_processes_is_resumed(predict, tiny_run, inputs, alone, tmp_path):
+def test_a_kill_of_two_processes_is_resumed(refusal, tiny_run, inputs, alone, tmp_path):
     out, folder = tmp_path / "a.csv", tmp_path / "sorted"
     words = [*inputs, *WORDS, "--out", str(out), "--sort-into", str(folder)]
     line = ["predict", str(tiny_run), *words]
@@ -52,9 +52,7 @@ def test_a_kill_of_two_processes_is_resumed(predict, tiny_run, inputs, alone, tm
         job.kill()
     left = [name for name in sorted(os.listdir(tmp_path)) if ".partial" in name]
     assert "a.csv.partial.2-of-2" in left
-    code, _, err = predict(*words, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert "processes (2, now 1)" in err[0]
+    assert "processes (2, now 1)" in refusal(*line, "--resume")
     with Job(command, [*line, "--resume"], log=tmp_path / "log", processes=2) as job:
         assert job.wait() == [1, 0], job.said()
     assert (out.read_bytes(), files_in(folder)) == alone
@@ -68,17 +66,8 @@ def test_what_ends_one_process_ends_all_with_one_line(
     tiny_run, inputs, tmp_path, how, code, reason
 ):
     out = tmp_path / "a.jsonl"
-    words = [
-        "predict",
-        str(tiny_run),
-        *inputs * 20,
-        "-b",
-        "4",
-        "--precision",
-        "fp32",
-        "--out",
-        str(out),
-    ]
+    words = ["predict", str(tiny_run), *inputs * 20, "-b", "4", "--precision", "fp32"]
+    words += ["--out", str(out)]
     with Job(run_interrupted, words, 3, how, 1, log=tmp_path / "log", processes=2) as job:
         assert job.wait() == [code, code], job.said()
         lines = job.said().splitlines()
@@ -99,9 +88,9 @@ def test_what_ends_one_process_ends_all_with_one_line(
         (["--out", "a.csv", "--temperature", "1"], "--temperature"),
     ],
 )
-def test_what_several_cannot_do_is_one_line(predict, monkeypatch, tmp_path, words, reason):
+def test_what_several_cannot_do_is_one_line(
+    refusal, tiny_run, monkeypatch, tmp_path, words, reason
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, out, err = predict("a.jpg", *words)
-    assert (code, out, len(err)) == (2, [], 1)
-    assert reason in err[0]
+    assert reason in refusal("predict", tiny_run, "a.jpg", *words)

@@ -2,16 +2,18 @@
 
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.commands.interruptions import interrupt_at, run_interrupted
+from tests.commands.interruptions import run_interrupted
 from tests.training.children import Job
 from vit.inference.torch_engine import TorchEngine
 from vit.output.resumable_output import ResumableOutput, merge_blocks
+from vit.weights.safetensors_io import read_tensors, write_tensors
 
 pytestmark = pytest.mark.auto_precision
 
@@ -48,7 +50,7 @@ def rows_in(partial, images):
     ("name", "how", "block"),
     [("a.jsonl", "torn", 3), ("a.csv", "kill", 1), ("a.txt", "torn", 0), ("b.csv", "torn", 8)],
 )
-def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, how, block):
+def test_killed_and_resumed(predict, refusal, inputs, whole, tiny_run, tmp_path, name, how, block):
     out, partial = tmp_path / name, tmp_path / f"{name}.partial"
     words = [*inputs, "-b", str(SIZE), "--out", str(out)]
     command = ["predict", str(tiny_run), *words]
@@ -58,12 +60,8 @@ def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, ho
     rows = SIZE * block
     assert not out.exists()
     assert rows_in(partial, rows) in expected
-    code, _, err = predict(*words)
-    assert code == 2
-    assert err == [
-        f"vit predict: {partial} is unfinished and holds {rows} rows; continue with --resume, or "
-        "start again with --overwrite"
-    ]
+    unfinished = f"{partial} is unfinished and holds {rows} rows; continue with --resume, or start"
+    assert unfinished in refusal(*command)
     code, shown, err = predict(*words, "--resume")
     assert (code, shown) == (1, [])
     resuming = f"vit predict: resuming after {rows} of {len(inputs)} images in {partial}"
@@ -74,12 +72,10 @@ def test_killed_and_resumed(predict, inputs, whole, tiny_run, tmp_path, name, ho
 
 
 @pytest.mark.parametrize(("how", "code"), [("term", 143), ("int", 130)])
-def test_a_signal_ends_after_its_block(predict, inputs, whole, tmp_path, monkeypatch, how, code):
+def test_a_signal_ends_after_its_block(predict, interrupted, inputs, whole, tmp_path, how, code):
     out = tmp_path / "a.jsonl"
     words = (*inputs, "-b", SIZE, "--out", out, "--resume")
-    with monkeypatch.context() as patch:
-        interrupt_at(2, how, patch.setattr)
-        found, shown, err = predict(*words)
+    found, shown, err = interrupted(*words, how=how)
     name = {"term": "SIGTERM", "int": "Ctrl-C"}[how]
     assert (found, shown) == (code, [])
     assert err == [
@@ -91,20 +87,19 @@ def test_a_signal_ends_after_its_block(predict, inputs, whole, tmp_path, monkeyp
     assert out.read_bytes() == whole("a.jsonl")
 
 
-def test_a_full_disk_keeps_what_is_whole(predict, inputs, whole, tmp_path):
+def test_a_full_disk_keeps_what_is_whole(predict, refusal, tiny_run, inputs, whole, tmp_path):
     out = tmp_path / "a.csv"
     words = (*inputs, "-b", SIZE, "--out", out)
     expected = whole("a.csv")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(expected) // 2, limits[1]))
     try:
-        code, _, err = predict(*words)
+        said = refusal("predict", tiny_run, *words)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (code, len(err)) == (2, 1)
-    assert f"{out}.partial could not be written: File too large" in err[0]
-    assert "rows are kept" in err[0]
-    assert "--resume" in err[0]
+    assert f"{out}.partial could not be written: File too large" in said
+    assert "rows are kept" in said
+    assert "--resume" in said
     assert predict(*words, "--resume")[0] == 1
     assert out.read_bytes() == expected
 
@@ -124,22 +119,23 @@ def test_a_full_disk_keeps_what_is_whole(predict, inputs, whole, tmp_path):
         (["--sort-into", "sorted"], "sort into (None, now "),
     ],
 )
-def test_only_the_same_is_continued(predict, inputs, tmp_path, monkeypatch, words, reason):
+def test_only_the_same_is_continued(
+    interrupted, refusal, tiny_run, inputs, tmp_path, monkeypatch, words, reason
+):
     monkeypatch.chdir(tmp_path)
     usual = ["--out", "a.jsonl", "--precision", "fp32", "-b", SIZE]
-    with monkeypatch.context() as patch:
-        interrupt_at(1, "fail", patch.setattr)
-        assert predict(*inputs, *usual)[0] == 2
+    interrupted(*inputs, *usual, block=1)
     left = (tmp_path / "a.jsonl.partial").read_bytes()
     more = (*words, *usual) if words == ["more.jpg"] else (*usual, *words)
-    code, _, err = predict(*inputs, *more, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert f"a.jsonl.partial was begun with {reason}" in err[0]
-    assert "--overwrite" in err[0]
+    said = refusal("predict", tiny_run, *inputs, *more, "--resume")
+    assert f"a.jsonl.partial was begun with {reason}" in said
+    assert "--overwrite" in said
     assert (tmp_path / "a.jsonl.partial").read_bytes() == left
 
 
-def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, monkeypatch):
+def test_full_memory_keeps_rows_of_its_batch_size(
+    predict, refusal, tiny_run, inputs, tmp_path, monkeypatch
+):
     calls, run = [], TorchEngine.compute
 
     def full_later(*arguments):
@@ -150,116 +146,76 @@ def test_full_memory_keeps_rows_of_its_batch_size(predict, inputs, tmp_path, mon
 
     monkeypatch.setattr(TorchEngine, "compute", full_later)
     words = (*inputs, "--out", tmp_path / "a.csv", "-b", SIZE, "-j", 1, "--precision", "fp32")
-    code, _, err = predict(*words)
-    assert (code, len(err)) == (2, 1)
-    assert "out of memory: use another --device" in err[0]
-    assert "and the same batch size, or start again with --overwrite" in err[0]
+    said = refusal("predict", tiny_run, *words)
+    assert "out of memory: use another --device" in said
+    assert "and the same batch size, or start again with --overwrite" in said
     assert predict(*words, "--resume")[0] == 1
 
 
-def test_another_model_does_not_continue(predict, inputs, tiny_run, tmp_path, monkeypatch):
-    other = tmp_path / "run"
-    other.mkdir()
-    for file in tiny_run.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+def test_another_model_does_not_continue(interrupted, refusal, inputs, tiny_run, tmp_path):
+    other = shutil.copytree(tiny_run, tmp_path / "run")
     words = (*inputs, "-b", SIZE, "--out", tmp_path / "a.csv")
-    with monkeypatch.context() as patch:
-        interrupt_at(1, "fail", patch.setattr)
-        assert predict(*words)[0] == 2
-    os.replace(other / "model.safetensors", other / "old")
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(other / "old")
-    tensors["head.bias"] += 1
-    save_file(tensors, other / "model.safetensors")
-    code, _, err = predict(*words, "--resume", model=other)
-    assert (code, len(err)) == (2, 1)
-    assert "another model" in err[0] or "model.safetensors" in err[0]
+    interrupted(*words, block=1)
+    tensors, metadata = read_tensors(tiny_run / "model.safetensors")
+    tensors["head.bias"] = tensors["head.bias"] + 1
+    write_tensors(other / "model.safetensors", tensors, metadata)
+    assert "was begun with another model" in refusal("predict", other, *words, "--resume")
 
 
-def test_the_arithmetic_that_was_picked_is_kept(predict, inputs, whole, tmp_path, monkeypatch):
+def test_the_arithmetic_that_was_picked_is_kept(predict, interrupted, inputs, whole, tmp_path):
     out = tmp_path / "a.jsonl"
     words = (*inputs, "-b", SIZE, "--out", out)
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        assert predict(*words, "--precision", "bf16")[0] == 2
+    interrupted(*words, "--precision", "bf16")
     assert predict(*words, "--resume")[0] == 1
     assert out.read_bytes() == whole("a.jsonl", "--precision", "bf16")
 
 
-def test_begin_again_or_from_nothing(predict, inputs, whole, tmp_path, monkeypatch):
+def test_begin_again_or_from_nothing(
+    predict, interrupted, refusal, tiny_run, inputs, whole, tmp_path
+):
     out = tmp_path / "a.jsonl"
     words = (*inputs, "-b", SIZE, "--out", out)
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        code, _, err = predict(*words, "--resume")
-    assert code == 2
-    assert err == [
-        f"vit predict: the disk is full; 8 rows are kept in {out}.partial: continue with --resume"
-    ]
+    kept = f"the disk is full; 8 rows are kept in {out}.partial: continue with --resume"
+    assert interrupted(*words, "--resume")[2] == [f"vit predict: {kept}"]
     assert predict(*words, "--overwrite")[0] == 1
     assert out.read_bytes() == whole("a.jsonl")
-    code, _, err = predict(*inputs[1:], "--out", out, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert "a.jsonl exists; choose another name, or add --overwrite" in err[0]
+    said = refusal("predict", tiny_run, *inputs[1:], "--out", out, "--resume")
+    assert "a.jsonl exists; choose another name, or add --overwrite" in said
 
 
-def test_nothing_stays_where_no_row_was_whole(predict, inputs, tmp_path, monkeypatch):
-    interrupt_at(0, "fail", monkeypatch.setattr)
-    out = tmp_path / "a.jsonl"
-    code, _, err = predict(*inputs, "--out", out)
-    assert (code, len(err)) == (2, 1)
-    assert "no rows are kept" in err[0]
+def test_nothing_stays_where_no_row_was_whole(interrupted, inputs, tmp_path):
+    _, _, (said,) = interrupted(*inputs, "--out", tmp_path / "a.jsonl", block=0)
+    assert "no rows are kept" in said
     assert os.listdir(tmp_path) == ["bad"]
 
 
-def test_a_finished_file_beside_an_unfinished_one(predict, input_images, tmp_path, monkeypatch):
+def test_a_finished_file_beside_an_unfinished_one(
+    predict, interrupted, refusal, tiny_run, input_images, tmp_path
+):
     out = tmp_path / "a.jsonl"
-    assert predict(*input_images, "-b", SIZE, "--out", out)[0] == 0
+    words = (*input_images, "-b", SIZE, "--out", out)
+    assert predict(*words)[0] == 0
     finished = out.read_bytes()
     out.write_text("precious\n")
-    words = (*input_images, "-b", SIZE, "--out", out)
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        assert predict(*words, "--overwrite")[0] == 2
+    interrupted(*words, "--overwrite")
     assert out.read_text() == "precious\n"
-    code, _, err = predict(*words, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert "--overwrite" in err[0]
+    assert "--overwrite" in refusal("predict", tiny_run, *words, "--resume")
     assert predict(*words, "--resume", "--overwrite")[0] == 0
     assert out.read_bytes() == finished
 
 
-def test_a_partial_file_of_an_earlier_version_is_not_continued(predict, input_images, tmp_path):
+def test_a_partial_file_of_an_earlier_version_is_not_continued(
+    predict, refusal, tiny_run, input_images, tmp_path
+):
     (tmp_path / "a.jsonl.partial").write_text('{"image": "0.png", "predictions": []}\n')
     words = (*input_images, "--out", tmp_path / "a.jsonl")
     for more, reason in (
         ([], "is unfinished"),
         (["--resume"], "was not written by this version of vit: start again with --overwrite"),
     ):
-        code, _, err = predict(*words, *more)
-        assert (code, len(err)) == (2, 1)
-        assert reason in err[0]
+        assert reason in refusal("predict", tiny_run, *words, *more)
     assert predict(*words, "--overwrite")[0] == 0
     assert os.listdir(tmp_path) == ["a.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--resume"], "resume=True: needs out"),
-        (["--resume", "--out", "/dev/null"], "resume=True: needs out"),
-        (["--embeddings", "x.npy", "--out", "-"], "embeddings='x.npy': needs out"),
-        (["--embeddings", "x.csv", "--out", "a.csv"], "name it .npy"),
-        (["--embeddings", "x.npy", "--out", "x.npy", "--format", "csv"], "one file"),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(predict, tmp_path, monkeypatch, words, reason):
-    monkeypatch.chdir(tmp_path)
-    code, out, err = predict("a.jpg", *words)
-    assert (code, out, len(err)) == (2, [], 1)
-    assert reason in err[0]
-    assert os.listdir(tmp_path) == []
 
 
 def test_progress_is_told_now_and_then(predict, input_images, tmp_path, monkeypatch):
@@ -274,7 +230,9 @@ def test_progress_is_told_now_and_then(predict, input_images, tmp_path, monkeypa
     assert err[-1].endswith("images/s, 0 failed")
 
 
-def test_what_is_complete_is_not_predicted_again(predict, inputs, tmp_path, monkeypatch):
+def test_what_is_complete_is_not_predicted_again(
+    predict, refusal, tiny_run, inputs, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     out, vectors = tmp_path / "a.jsonl", tmp_path / "a.npy"
     words = ("-b", SIZE, "--out", out, "--embeddings", vectors, "--sort-into", "sorted", "--resume")
@@ -292,15 +250,13 @@ def test_what_is_complete_is_not_predicted_again(predict, inputs, tmp_path, monk
         (inputs, ["--sort-into", "new"], "was begun with sort into"),
         (inputs, ["--format", "csv"], "was begun with format (jsonl, now csv)"),
     ):
-        code, _, err = predict(*images, *words, *more)
-        assert (code, len(err)) == (2, 1)
-        assert reason in err[0]
+        assert reason in refusal("predict", tiny_run, *images, *words, *more)
     out.write_bytes(b"edited")
-    code, _, err = predict(*inputs, *words)
-    assert (code, len(err)) == (2, 1)
-    assert "a.jsonl was changed since it was complete" in err[0]
+    said = refusal("predict", tiny_run, *inputs, *words)
+    assert "a.jsonl was changed since it was complete" in said
     vectors.unlink()
-    assert "a.jsonl exists; choose another name" in predict(*inputs, *words)[2][0]
+    said = refusal("predict", tiny_run, *inputs, *words)
+    assert "a.jsonl exists; choose another name" in said
     out.unlink()
     assert predict(*inputs, *words, "--overwrite")[0] == 1
     assert out.read_bytes() == expected
@@ -329,7 +285,9 @@ def test_nobody_begins_while_another_finishes(predict, input_images, tmp_path, m
     assert os.listdir(tmp_path) == ["a.csv"]
 
 
-def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_path, monkeypatch):
+def test_what_another_has_finished_in_between_stays(
+    refusal, tiny_run, input_images, tmp_path, monkeypatch
+):
     out = tmp_path / "a.csv"
     begin = ResumableOutput.begin
 
@@ -338,19 +296,16 @@ def test_what_another_has_finished_in_between_stays(predict, input_images, tmp_p
         return begin(files, *arguments, **settings)
 
     monkeypatch.setattr(ResumableOutput, "begin", beginning)
-    code, _, err = predict(*input_images, "--out", out)
-    assert (code, len(err)) == (2, 1)
-    assert "a.csv exists" in err[0]
-    assert "kept" not in err[0]
+    said = refusal("predict", tiny_run, *input_images, "--out", out)
+    assert "a.csv exists" in said
+    assert "kept" not in said
     assert out.read_text() == "of another"
     assert os.listdir(tmp_path) == ["a.csv"]
 
 
-def test_a_damaged_log_begins_again(predict, input_images, tmp_path, monkeypatch):
+def test_a_damaged_log_begins_again(predict, interrupted, input_images, tmp_path):
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        assert predict(*words)[0] == 2
+    interrupted(*words)
     log = tmp_path / "a.csv.partial"
     log.write_bytes(log.read_bytes().split(b"\n")[0] + b"\nwhat?\n")
     code, _, err = predict(*words, "--resume")
@@ -358,14 +313,11 @@ def test_a_damaged_log_begins_again(predict, input_images, tmp_path, monkeypatch
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 1 + len(input_images)
 
 
-def test_the_remedy_is_not_what_was_given(predict, input_images, tmp_path, monkeypatch):
+def test_the_remedy_is_not_what_was_given(interrupted, refusal, tiny_run, input_images, tmp_path):
     words = (*input_images, "-b", SIZE, "--out", tmp_path / "a.csv")
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        assert predict(*words)[0] == 2
-    code, _, err = predict(*words, "-k", 1, "--resume", "--overwrite")
-    assert (code, len(err)) == (2, 1)
-    assert err[0].endswith("or start again with --overwrite and without --resume")
+    interrupted(*words)
+    said = refusal("predict", tiny_run, *words, "-k", 1, "--resume", "--overwrite")
+    assert said.endswith("or start again with --overwrite and without --resume")
 
 
 def test_a_link_stays_and_leads_to_the_rows(predict, input_images, tmp_path):
@@ -381,14 +333,14 @@ def test_a_link_stays_and_leads_to_the_rows(predict, input_images, tmp_path):
 
 @pytest.mark.parametrize("size", [221, 300])
 def test_a_name_that_is_too_long_is_said_at_once(
-    predict, input_images, tmp_path, monkeypatch, size
+    refusal, tiny_run, input_images, tmp_path, monkeypatch, size
 ):
     monkeypatch.setattr(
         "vit.inference.prediction_job.open_predictor", lambda *_: pytest.fail("too late")
     )
-    code, _, err = predict(*input_images, "--out", tmp_path / f"{'x' * (size - 4)}.csv")
-    assert (code, len(err)) == (2, 1)
-    assert f"the name has {size} bytes; give one of 220 at most" in err[0]
+    out = tmp_path / f"{'x' * (size - 4)}.csv"
+    said = refusal("predict", tiny_run, *input_images, "--out", out)
+    assert f"the name has {size} bytes; give one of 220 at most" in said
 
 
 def test_the_file_is_on_the_disk_before_it_gets_its_name(

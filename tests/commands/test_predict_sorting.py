@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.interruptions import interrupt_at
 from vit.inference.predictor import Predictor
 
 pytestmark = pytest.mark.auto_precision
@@ -68,16 +67,14 @@ def test_images_are_sorted_by_their_best_class(
     assert [Path(path).read_bytes() for path in input_images] == before
 
 
-def test_sorting_goes_on_after_a_kill(predict, input_images, tmp_path, monkeypatch):
+def test_sorting_goes_on_after_a_kill(predict, interrupted, input_images, tmp_path):
     words = (*input_images, "-b", 4, "--threshold", "0.9")
     predict(*words, "--out", tmp_path / "a.csv", "--sort-into", tmp_path / "a")
     words = (*words, "--out", tmp_path / "b.csv", "--sort-into", tmp_path / "b")
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        assert predict(*words)[0] == 2
+    interrupted(*words)
     assert len(files_in(tmp_path / "b")) == 12  # the last four have no row yet
     assert predict(*words)[0] == 2
-    code, _, err = predict(*words, "--resume")
+    code, _, err = predict(*words, "--resume", "--sort-with", "copy")  # the usual way
     assert code == 0
     assert "resuming after 8 of 27 images" in err[0]
     assert "27 images sorted" in err[1]
@@ -85,45 +82,21 @@ def test_sorting_goes_on_after_a_kill(predict, input_images, tmp_path, monkeypat
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
 
 
-def test_a_folder_with_files_or_inputs_is_one_line(predict, tiny_data, input_images, tmp_path):
+def test_a_folder_with_files_or_inputs_is_one_line(
+    refusal, tiny_run, tiny_data, input_images, tmp_path
+):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for folder, inputs, reason in (
         (tmp_path / "full", input_images, "has files"),
+        (tmp_path / "full", [*input_images, "--resume", "--out", tmp_path / "a.csv"], "has files"),
         (tiny_data / "val" / "new", [tiny_data], "lies in the input"),
         (tiny_data, input_images, "holds the inputs"),
     ):
-        code, out, err = predict(*inputs, "--sort-into", folder)
-        assert (code, out, len(err)) == (2, [], 1)
-        assert reason in err[0]
+        assert reason in refusal("predict", tiny_run, *inputs, "--sort-into", folder)
     assert not (tiny_data / "val" / "new").exists()
-    assert os.listdir(tmp_path / "full") == ["file"]
-
-
-def test_going_on_with_nothing_does_not_open_a_folder_with_files(predict, input_images, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    words = (*input_images, "--sort-into", tmp_path / "full", "--out", tmp_path / "a.csv")
-    code, _, err = predict(*words, "--resume")
-    assert (code, len(err)) == (2, 1)
-    assert "has files" in err[0]
     assert os.listdir(tmp_path) == ["full"]
-
-
-def test_the_usual_way_may_be_named_on_a_resume(predict, input_images, tmp_path, monkeypatch):
-    words = (
-        *input_images,
-        "-b",
-        4,
-        "--out",
-        tmp_path / "a.csv",
-        "--sort-into",
-        tmp_path / "sorted",
-    )
-    with monkeypatch.context() as patch:
-        interrupt_at(2, "fail", patch.setattr)
-        assert predict(*words)[0] == 2
-    assert predict(*words, "--resume", "--sort-with", "copy")[0] == 0
+    assert os.listdir(tmp_path / "full") == ["file"]
 
 
 def test_unknown_images_are_sorted_into_unsure(predict, calibrated_run, input_images, tmp_path):

@@ -1,6 +1,7 @@
 """`vit suggest`: a list to fill in that training reads, its JSON, its page, its exit codes."""
 
 import json
+import shutil
 
 from vit.commands.main import main
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -48,14 +49,10 @@ def test_without_a_file_the_list_is_standard_output_and_broken_images_are_exit_c
     tiny_data, tiny_run, tmp_path, capsys
 ):
     (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "whole.png").write_bytes(
-        (tiny_data / "val" / "apple" / "0.png").read_bytes()
-    )
+    shutil.copy(tiny_data / "val/apple/0.png", tmp_path / "photos/whole.png")
     (tmp_path / "photos" / "broken.png").write_bytes(b"")
     words = ["suggest", str(tmp_path / "photos"), "--weights", str(tiny_run), "--device", "cpu"]
     assert main([*words, "--precision", "fp32", "-n", "1"]) == 1
     shown = capsys.readouterr()
     assert shown.out.splitlines() == ["image,label,likely", "whole.png,,"]
     assert "vit suggest: left out broken.png: " in shown.err
-    assert main(["suggest", str(tmp_path)]) == 2
-    assert "--weights" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -62,49 +60,6 @@ def test_a_timm_folder_is_summarised_with_changed_settings(capsys, tmp_path, tin
     lines = lines_of(capsys, str(tmp_path / "timm"), "--num-classes", "7")
     assert any(line.startswith("blocks 1-2 (x 2)") for line in lines)
     assert any(line.split()[:3] == ["head", "Linear", "7"] for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["vit_smal_patch16_224"], "the nearest are vit_small_patch16_224"),
-        (["vit_tiny_patch16_224", "--position", "rotry"], "did you mean rotary?"),
-        (["vit_tiny_patch16_224", "--img-size", "97"], "the nearest are 96 and 112"),
-        (["vit_tiny_patch16_224", "--epochs", "3"], "--epochs is not an argument"),
-        (["vit_tiny_patch16_224", "--dim", "3000000000000"], "choose smaller sizes"),
-        (["vit_tiny_patch16_224", "-b", "0"], "whole number"),
-        (["vit_tiny_patch16_224", "--json", "missing/x.json"], "no folder missing"),
-        (["./nowhere"], "nowhere is not there"),
-        (["runs\0"], "is not a preset"),
-    ],
-)
-def test_invalid_arguments_are_one_line_errors(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["summary", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1
-
-
-def test_a_damaged_config_is_a_one_line_error(capsys, tmp_path):
-    (tmp_path / "config.json").write_text('{"vit": {"version": 1}}')
-    assert main(["summary", str(tmp_path)]) == 2
-    assert "has the keys ['version']" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words", [["vit_smal"], ["vit_tiny_patch16_224", "--norm", "batch"], ["--help"]]
-)
-def test_help_and_errors_of_arguments_do_not_import_torch(words):
-    code = (
-        "import sys; from vit.commands.main import main; code = main(['summary', *sys.argv[1:]]);"
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == (0 if "--help" in words else 2), run.stderr
 
 
 def test_equal_blocks_share_one_row():

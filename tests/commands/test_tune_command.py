@@ -33,22 +33,6 @@ def test_flags_become_fixed_settings_of_the_search(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "DATA is missing"),
-        (["digits"], "time is missing: say how long the whole tuning may take: --time 30m"),
-        (["--resume", "--out", "nowhere"], "no tuning to resume there"),
-        (["digits", "--time", "5m", "--model", "x"], "leave out --model, --weights and --method"),
-    ],
-)
-def test_invalid_arguments_are_one_line_errors(words, message, capsys):
-    assert main(["tune", *words]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
-
-
 def test_vit_tune_is_the_function_of_the_command():
     assert vit.tune is tuning.tune
 

@@ -8,7 +8,6 @@ import pytest
 from PIL import Image
 
 from tests.inference.captioners import save_captioner
-from vit.commands.main import main
 from vit.config import Config
 from vit.export.export_formats import export_onnx
 from vit.export.sample_images import scene
@@ -24,18 +23,6 @@ def images(tmp_path_factory):
     return paths
 
 
-@pytest.fixture
-def check(capfd):
-    """Runs the command; gives exit code, standard output, lines of standard error."""
-
-    def run(*words):
-        code = main(["verify", *map(str, words)])
-        captured = capfd.readouterr()
-        return code, captured.out, captured.err.splitlines()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def exported(tiny_run, tmp_path_factory, traced_once):
     """The tiny run as a file."""
@@ -44,24 +31,19 @@ def exported(tiny_run, tmp_path_factory, traced_once):
     return path
 
 
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory):
-    """A captioner that names classes too."""
-    return save_captioner(tmp_path_factory.mktemp("speaking") / "run", classes=("cat", "dog"))
-
-
-def test_a_run_and_its_exported_file_agree(check, exported, images, tmp_path):
-    code, out, err = check(exported, *images, "--json", tmp_path / "a.json")
+def test_a_run_and_its_exported_file_agree(vit, exported, images, tmp_path):
+    code, out, err = vit("verify", exported, *images, "--json", tmp_path / "a.json")
     assert (code, err) == (0, [])
-    assert out.startswith("images      8\nby hand     the saved preprocessing and the network")
-    assert "fruit.onnx  same answer 100.00% (at least 99.5%), largest difference" in out
-    assert out.endswith("all agree\n")
+    assert out[0] == "images      8"
+    assert out[1].startswith("by hand     the saved preprocessing and the network")
+    assert out[3].startswith("fruit.onnx  same answer 100.00% (at least 99.5%), largest difference")
+    assert out[-1] == "all agree"
     record = json.loads((tmp_path / "a.json").read_text())
     assert (record["images"], record["top1_agreement"], len(record["paths"])) == (8, 1.0, 3)
     assert record["max_probability_difference"] <= 0.02
 
 
-def test_an_altered_file_gives_exit_code_1(check, tiny_run, exported, images, tmp_path):
+def test_an_altered_file_gives_exit_code_1(vit, refusal, tiny_run, exported, images, tmp_path):
     """The file computes as the tiny run does, and has the metadata of another run."""
     other = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     loaded = load_run(tiny_run)
@@ -75,52 +57,40 @@ def test_an_altered_file_gives_exit_code_1(check, tiny_run, exported, images, tm
     for entry in graph.metadata_props:
         entry.value = said.get(entry.key, entry.value)
     onnx.save(graph, tmp_path / "a.onnx")
-    code, out, err = check(tmp_path / "a.onnx", "--run", run, *images)
-    assert code == 1
-    assert out.endswith("they do not agree\n")
-    (first,) = err
+    code, out, (first,) = vit("verify", tmp_path / "a.onnx", "--run", run, *images)
+    assert (code, out[-1]) == (1, "they do not agree")
     assert first.startswith("vit verify: a.onnx is not the network of the run: another answer for")
     assert first.endswith(".png")
-    code, out, err = check(tmp_path / "a.onnx", *images)
-    assert (code, out) == (2, "")
-    assert "was exported from gone, which is not here; give the run with --run RUN" in err[0]
+    said = refusal("verify", tmp_path / "a.onnx", *images)
+    assert "was exported from gone, which is not here; give the run with --run RUN" in said
 
 
-def test_the_captions_of_a_run_are_compared(check, speaking, images):
-    code, out, err = check(speaking, *images)
-    assert (code, err) == (0, [])
-    assert "predictor  same answer 100.00%" in out
+@pytest.mark.parametrize("name", ["tiny_run", "speaking"])
+def test_a_run_without_a_file_is_compared_with_the_predictor(vit, request, images, name):
+    code, out, err = vit("verify", request.getfixturevalue(name), *images)
+    assert (code, len(out), err) == (0, 4, [])
+    assert out[2].startswith("predictor  same answer 100.00%")
 
 
 @pytest.mark.slow
-def test_a_captioner_and_its_two_files_agree(check, speaking, images, tmp_path):
+def test_a_captioner_and_its_two_files_agree(vit, speaking, images, tmp_path):
     path = tmp_path / "pets.onnx"
     export_onnx(speaking, path)
-    code, out, err = check(path, *images)
+    code, out, err = vit("verify", path, *images)
     assert (code, err) == (0, [])
-    assert "pets.onnx  same answer 100.00%" in out
-    other = save_captioner(tmp_path / "other", classes=("cat", "dog"), depth=1)
-    code, out, err = check(path, "--run", other, *images)
+    assert out[3].startswith("pets.onnx  same answer 100.00%")
+    other = save_captioner(tmp_path / "other", classes=("apple", "class10", "class2"), depth=1)
+    code, _, err = vit("verify", path, "--run", other, *images)
     assert code == 1
     assert "pets.onnx is not the network of the run" in err[0]
 
 
-def test_a_run_without_a_file_is_compared_with_the_predictor(check, tiny_run, images):
-    code, out, err = check(tiny_run, *images)
-    assert (code, err) == (0, [])
-    assert out.count("\n") == 4
-    assert "predictor  same answer 100.00%" in out
-    code, out, err = check(tiny_run, "--run", tiny_run)
-    assert code == 2
-    assert "MODEL is a run already" in err[0]
-
-
 def test_unreadable_images_are_named_and_give_exit_code_1(
-    check, tiny_run, images, bad_images, tmp_path
+    vit, tiny_run, images, bad_images, tmp_path
 ):
-    code, out, err = check(tiny_run, *images, *bad_images[:2], "--json", tmp_path / "a.json")
-    assert code == 1
-    assert out.endswith(f"{len(images)} agree, and 2 could not be compared\n")
+    words = (tiny_run, *images, *bad_images[:2], "--json", tmp_path / "a.json")
+    code, out, err = vit("verify", *words)
+    assert (code, out[-1]) == (1, f"{len(images)} agree, and 2 could not be compared")
     assert err == [
         f"vit verify: {bad_images[0]}: an empty file (0 bytes)",
         f"vit verify: {bad_images[1]}: not a readable image (text)",
@@ -128,24 +98,8 @@ def test_unreadable_images_are_named_and_give_exit_code_1(
     assert len(json.loads((tmp_path / "a.json").read_text())["failed"]) == 2
 
 
-def test_images_are_drawn_if_the_run_has_no_validation_images(check, tiny_run, monkeypatch):
+def test_images_are_drawn_if_the_run_has_no_validation_images(vit, tiny_run, monkeypatch):
     monkeypatch.setattr("vit.export.sample_images.SIZES", ((20, 30), (40, 20)))
-    code, out, (note,) = check(tiny_run)
-    assert code == 0
+    code, out, (note,) = vit("verify", tiny_run)
+    assert (code, out[0]) == (0, "images     2")
     assert note.endswith("drew 2 of many sizes")
-    assert out.startswith("images     2\n")
-
-
-def test_invalid_arguments_are_one_line_errors(check, tmp_path):
-    (tmp_path / "run").mkdir()
-    for words, message in (
-        ([tmp_path / "none.onnx"], "is missing, or not a file"),
-        ([tmp_path / "none"], "none is not there; give X.onnx or X.xml, or a run folder"),
-        ([tmp_path / "RUM"], "RUM is not there; did you mean"),
-        ([__file__], "is no exported file: give X.onnx or X.xml, or a run folder"),
-        ([tmp_path], "no file of weights (it has"),
-        ([tmp_path, tmp_path / "*.jpg"], "matches no file"),
-    ):
-        code, out, err = check(*words)
-        assert (code, out, len(err)) == (2, "", 1)
-        assert message in err[0]

@@ -95,9 +95,6 @@ def test_equal_networks_agree_in_every_implementation(verified, input_images):
     assert record["failed"] == record["causes"] == []
 
 
-ORDER = [2, 0, 1]
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -3,11 +3,12 @@
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import pytest
@@ -20,6 +21,7 @@ from vit.serving.http_server import RunningServer, serve
 from vit.serving.server_config import ServerConfig
 
 BOUNDARY = "edge-of-a-part"
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,29 @@ def multipart(files: Sequence[tuple[str, bytes]], field: str = "file") -> bytes:
     return b"".join(parts) + f"--{BOUNDARY}--\r\n".encode()
 
 
+def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+    """The answer of a server on this machine, over a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        connection.request(method, path, body, named)
+        response = connection.getresponse()
+        return Answer(response.status, dict(response.headers), response.read())
+    finally:
+        connection.close()
+
+
+def wait_for(
+    read: Callable[[], Value], condition: Callable[[Value], object] = bool, seconds: float = 60
+) -> Value:
+    """The first value for which the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition(value := read()):
+        assert time.monotonic() < deadline, value
+        time.sleep(0.01)
+    return value
+
+
 class Client:
     """A connection to a server that is closed after each answer."""
 
@@ -69,14 +94,7 @@ class Client:
         self.port = int(server.url.rpartition(":")[2])
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        try:
-            named = {key.replace("_", "-"): value for key, value in headers.items()}
-            connection.request(method, path, body, named)
-            response = connection.getresponse()
-            return Answer(response.status, dict(response.headers), response.read())
-        finally:
-            connection.close()
+        return ask(self.port, method, path, body, **headers)
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.ask("GET", path, **headers)

@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import uvicorn
 
 import vit
-from tests.serving.conftest import multipart, running
+from tests.serving.conftest import ask, multipart, running, wait_for
 from vit.commands.serve_command import read_token
 from vit.errors import ConfigError, VitError
 from vit.inference.predictor import model_files
@@ -140,11 +139,7 @@ def test_clients_that_go_away_leave_nothing_behind(strict, files):
             length = f"Content-Length: {len(body)}\r\n\r\n".encode()
             connection.sendall(HEAD + length + body[:cut])
     application = strict.server.application
-    for _ in range(100):
-        if not application.budget.held and not application.scheduler.accepted:
-            break
-        time.sleep(0.02)
-    assert application.budget.held == application.scheduler.accepted == 0
+    wait_for(lambda: not application.budget.held and not application.scheduler.accepted)
 
 
 def test_a_full_queue_says_when_to_ask_again(exported, files):
@@ -264,15 +259,6 @@ def test_a_part_of_a_second_to_stop_is_not_none(exported, monkeypatch):
         assert given["timeout_graceful_shutdown"] == 1
 
 
-def wait_for(read, condition):
-    """The first value for which the condition holds."""
-    deadline = time.monotonic() + 20
-    while not condition(value := read()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return value
-
-
 def test_an_exported_file_is_served_without_torch_and_sigterm_answers_what_was_accepted(
     exported, files
 ):
@@ -329,12 +315,13 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
     ]:
         with pytest.raises(ConfigError, match=words):
             vit.serve(tiny_run, **settings)
-    with pytest.raises(VitError, match=r"two models are called tiny; give .* second="):
-        serve([str(tiny_run), str(tiny_run)], ServerConfig(port=0))
-    with pytest.raises(VitError, match="no_such"):
-        serve([str(tmp_path / "no_such.onnx")], ServerConfig(port=0))
-    with pytest.raises(VitError, match="letters, digits"):
-        serve([f"a/b={tiny_run}"], ServerConfig(port=0))
+    for models, words in [
+        ([tiny_run, tiny_run], r"two models are called tiny; give .* second="),
+        ([tmp_path / "no_such.onnx"], "no_such"),
+        ([f"a/b={tiny_run}"], "letters, digits"),
+    ]:
+        with pytest.raises(VitError, match=words):
+            serve([*map(str, models)], ServerConfig(port=0))
     taken = bind("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
@@ -343,7 +330,6 @@ def test_what_cannot_be_served_is_one_line(tiny_run, tmp_path):
     taken.close()
     with pytest.raises(VitError, match=r"192.0.2.1:0 cannot be used.* another --host"):
         bind("192.0.2.1", 0)
-    assert Path(tiny_run).exists()
 
 
 def test_a_network_that_never_ends_makes_the_server_end_with_an_error(exported, files, monkeypatch):
@@ -382,22 +368,18 @@ def test_reload_and_stop_under_load_lose_no_request_and_a_full_disk_of_the_log_s
     stopping = threading.Event()
 
     def keep_asking(seed: int) -> str:
-        while True:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-            try:
-                connection.request("POST", "/predict", files[seed][1])
-                answer = connection.getresponse()
-                answers.append((answer.status, answer.read()))
-            except (ConnectionError, http.client.RemoteDisconnected) as error:
-                if not stopping.is_set():
-                    raise
-                return type(error).__name__
-            finally:
-                connection.close()
+        try:
+            while True:
+                answer = ask(port, "POST", "/predict", files[seed][1])
+                answers.append((answer.status, answer.body))
+        except ConnectionError as error:  # http.client's RemoteDisconnected is one
+            if not stopping.is_set():
+                raise
+            return type(error).__name__
 
     with open("/dev/full", "w") as full, subprocess.Popen(words, stderr=full) as server:
         try:
-            wait_for(lambda: ready(port), bool)
+            wait_for(lambda: ready(port))
             with ThreadPoolExecutor(4) as pool:
                 clients = [pool.submit(keep_asking, seed) for seed in range(4)]
                 for reloads in (1, 2, 3):
@@ -418,18 +400,13 @@ def test_reload_and_stop_under_load_lose_no_request_and_a_full_disk_of_the_log_s
 
 def ready(port: int) -> bool:
     try:
-        return "status" in metrics(port, "/ready")
+        return ask(port, "GET", "/ready").status == 200
     except ConnectionRefusedError:
         return False
 
 
-def metrics(port: int, path: str = "/metrics") -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().read().decode()
-    finally:
-        connection.close()
+def metrics(port: int) -> str:
+    return ask(port, "GET", "/metrics").body.decode()
 
 
 @pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("0.0.0.0", False)])

@@ -1,26 +1,27 @@
 """Replicas of Ray Serve; with Ray itself (slow), two of them, one of which is killed."""
 
 import contextlib
-import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import vit
+from tests.serving.conftest import ask, wait_for
 from vit.errors import ConfigError, VitError
 from vit.serving.http_server import bind
 from vit.serving.ray_deployment import replica_settings, shared_path
 from vit.serving.replicas import Replicas
 
+wait = partial(wait_for, seconds=200)
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray is not installed")
 
 
@@ -70,15 +71,6 @@ def replicas_of(process: int) -> set[int]:
     }
 
 
-def wait_for(read, condition, seconds=200):
-    """The first value for which the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition(value := read()):
-        assert time.monotonic() < deadline, value
-        time.sleep(0.1)
-    return value
-
-
 @needs_ray
 @pytest.mark.slow
 def test_rows_stay_right_while_a_replica_is_killed(sources, files, predicted, tmp_path):
@@ -91,34 +83,27 @@ def test_rows_stay_right_while_a_replica_is_killed(sources, files, predicted, tm
 
     def keep_asking(place: int) -> None:
         while not stop.is_set():
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             name, content = files[place]
-            try:
-                connection.request("POST", f"/predict?name={name}", content)
-                answer = connection.getresponse()
-                text = answer.read().decode()
-            finally:
-                connection.close()
+            answer = ask(port, "POST", f"/predict?name={name}", content)
+            text = answer.body.decode()
             answers.append((answer.status, text == f'{{"results": [{expected[place]}]}}'))
 
     with open(log, "w") as file, subprocess.Popen(words, stderr=file, stdout=file) as server:
         try:
-            wait_for(
-                log.read_text, lambda text: "listening at" in text or server.poll() is not None
-            )
+            wait(log.read_text, lambda text: "listening at" in text or server.poll() is not None)
             assert server.poll() is None, log.read_text()
-            first = wait_for(lambda: replicas_of(server.pid), lambda found: len(found) == 2)
+            first = wait(lambda: replicas_of(server.pid), lambda found: len(found) == 2)
             with ThreadPoolExecutor(4) as pool:
                 clients = [pool.submit(keep_asking, place) for place in range(4)]
                 try:
-                    wait_for(lambda: len(answers), lambda number: number > 20)
+                    wait(lambda: len(answers), lambda number: number > 20)
                     os.kill(min(first), signal.SIGKILL)
                     killed = len(answers)
-                    now = wait_for(
+                    now = wait(
                         lambda: replicas_of(server.pid),
                         lambda found: len(found) == 2 and min(first) not in found,
                     )
-                    wait_for(lambda: len(answers), lambda number: number > killed + 40)
+                    wait(lambda: len(answers), lambda number: number > killed + 40)
                 finally:
                     stop.set()
                 for client in clients:

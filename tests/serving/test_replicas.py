@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import vit
+from tests.serving.conftest import ask, wait_for
 from vit.errors import ConfigError, VitError
 from vit.serving import replicas as module
 from vit.serving.http_server import ServerError
@@ -38,10 +38,7 @@ class Server:
 
     def wait_for(self, words: str, times: int = 1) -> None:
         """Wait until the log has some words."""
-        deadline = time.monotonic() + 60
-        while self.log.read_text().count(words) < times:
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
+        wait_for(self.log.read_text, lambda text: text.count(words) >= times)
 
     def replicas(self) -> list[int]:
         """Processes that serve."""
@@ -51,15 +48,11 @@ class Server:
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
         """Status and body; 0 where the connection is closed before the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request(method, path, body)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
+            answer = ask(self.port, method, path, body)
         except (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead):
             return 0, ""
-        finally:
-            connection.close()
+        return answer.status, answer.body.decode()
 
 
 def is_replica(process: int) -> bool:
@@ -137,10 +130,7 @@ def test_connections_wait_for_the_next_replica_and_none_outlives_the_supervisor(
         assert server.ask("POST", "/predict", files[0][1])[0] == 200
         (last,) = server.replicas()
         server.process.kill()
-        deadline = time.monotonic() + 30
-        while is_replica(last):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: not is_replica(last))
 
 
 def test_what_no_replica_can_serve_is_one_line(tmp_path, exported):
