@@ -359,7 +359,7 @@ def test_few_groups_are_said(tiny_run, photo_list, capsys):
 
 def test_slices_decode_no_image_twice(tiny_run, tiny_data, monkeypatch):
     read = Mock(wraps=read_image)
-    monkeypatch.setattr("vit.exported.image_prefetch.read_image", read)
+    monkeypatch.setattr("vit.data.preprocessing.read_image", read)
     monkeypatch.setattr("vit.data.image_io.read_header", None)
     assert evaluate(tiny_run, str(tiny_data), **FP32)["slices"]
     assert read.call_count == len({call.args[0] for call in read.mock_calls}) == 27

@@ -513,8 +513,8 @@ def test_a_warmup_that_a_flag_chose_stays_and_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", *NAMED, "--in-chans", "4"], "channels=4: every image is read as RGB"),
-        (["plan", "--in-chans", "4"], "channels=4: every image is read as RGB"),
+        (["train", *NAMED, "--in-chans", "4"], "channels=4: the data decide it"),
+        (["plan", "--in-chans", "4"], "channels=4: the data decide it"),
         (["plan", *NAMED], "leave out --model"),
     ],
 )

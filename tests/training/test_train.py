@@ -561,7 +561,7 @@ NAMED = ["--model", "vit_tiny_patch16_224"]  # so that nothing is measured for a
         (["DATA", *NAMED, "--opt", "kron"], "its state cannot be resumed"),
         (["DATA", *NAMED, "--resume", "--overwrite"], "exclude each other"),
         (["DATA", "--mean", "0.5", "0.5"], "expected 3 arguments"),
-        (["DATA", *NAMED, "--in-chans", "4"], "every image is read as RGB"),
+        (["DATA", *NAMED, "--in-chans", "4"], "the data decide it"),
     ],
 )
 def test_a_run_that_cannot_start_has_an_error_of_one_line(

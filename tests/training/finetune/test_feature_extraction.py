@@ -279,11 +279,11 @@ def test_what_is_no_image_at_all(bad_images, colour_data, tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_not_kept(colour_data, tmp_path, monkeypatch):
     sample = samples_of(shutil.copytree(colour_data, tmp_path / "data"))[0]
 
-    def swapping(path: str, **settings) -> Image.Image:
+    def swapping(_self, path: str, **settings) -> Image.Image:
         Image.new("RGB", (20, 18), "white").save(path)
         return read_image(path, **settings)
 
-    monkeypatch.setattr(feature_extraction, "read_image", swapping)
+    monkeypatch.setattr(Preprocessing, "read", swapping)
     with pytest.raises(BadImage, match="it changed while it was read"):
         Watched(tmp_path / "cache")([sample])
     assert chunks(tmp_path / "cache") == []
