@@ -33,6 +33,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
 from vit.data.image_cache import free_bytes
 from vit.data.image_io import check_header, read_pixels, read_size
+from vit.data.intensity_range import channel_numbers
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError
@@ -40,7 +41,7 @@ from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, plural
-from vit.training.data_setup import check_channels, list_data, open_data
+from vit.training.data_setup import check_channels, list_data, open_data, refuse_for_channels
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
@@ -376,8 +377,10 @@ def instrument_channels(samples: Sequence[Sample], config: Config) -> int:
     """Channels that the network takes of images of instruments; 0 for RGB of 8 bits."""
     with contextlib.suppress(BadImage):  # the run itself meets it
         stored = check_header(samples[0].path)
-        if stored is not None and (config.data.channel_order or stored.channels not in (1, 3)):
-            return len(config.data.channel_order) or stored.channels
+        order = config.data.channel_order
+        if stored is not None and (order or stored.channels not in (1, 3)):
+            refuse_for_channels(config)  # before the plan measures for seconds
+            return len(channel_numbers(order, stored.channels)) if order else stored.channels
     return 0
 
 

@@ -101,6 +101,12 @@ class ImageStats(NamedTuple):
     thumbnail: bytes
     """Y at THUMBNAIL_SIDE squared, then Cb and Cr at CHROMA_SIDE squared, uint8."""
 
+    @property
+    def instrument(self) -> bool:
+        """Whether networks take its channels in their full depth, not RGB of 8 bits."""
+        _, _, channels = self.mode.partition(" x ")
+        return channels.isdecimal() and channels not in ("1", "3")
+
 
 StatsOrReason = ImageStats | str
 """The statistics of an image, or the reason why it cannot be read."""
