@@ -151,7 +151,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Read images",
-        "data/image_formats data/image_io "
+        "data/image_formats data/channel_image data/image_io "
         "data/image_objects data/intensity_range data/preprocessing",
         *("", TASKS, DATA, "torch onnx openvino"),
         tests="data/test_dicom",

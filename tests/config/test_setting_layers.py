@@ -152,7 +152,8 @@ def test_every_setting_has_its_sentence():
 
 def test_aliases_are_unique():
     aliases = [alias for setting in all_settings().values() for alias in setting.properties.aliases]
-    flags = [f"--{name.replace('_', '-')}" for name in all_settings()]
+    named = [one.name for one in all_settings().values() if one.properties.named]
+    flags = [f"--{name.replace('_', '-')}" for name in named]
     assert len({*aliases, *flags}) == len(aliases) + len(flags)
 
 

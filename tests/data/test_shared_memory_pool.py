@@ -11,6 +11,7 @@ import torch
 from vit.config import AugmentConfig
 from vit.data.dataloader import EvaluationLoader, TrainingLoader
 from vit.data.dataset import ConstantTransform, Layout, allocate_batch
+from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
 from vit.data.shared_memory_pool import SharedMemoryPool, rebuild_batch
@@ -97,7 +98,7 @@ class LargerSecondEpoch:
 
 class FloatTransform:
     image_size = (SIZE, SIZE)
-    intensity_range = None
+    read = staticmethod(read_image)
 
     def __call__(self, image):
         return torch.full((3, SIZE, SIZE), image.width / 2)

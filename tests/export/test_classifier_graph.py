@@ -325,7 +325,7 @@ def test_options_without_effect_are_refused(options, message):
 
 def test_networks_that_cannot_be_exported_are_refused(tmp_path):
     gray = saved(tmp_path / "gray", {"channels": 1})
-    with pytest.raises(ConfigError, match="channels=1: an exported network takes RGB images"):
+    with pytest.raises(ConfigError, match="channels=1: weights without a run say nothing"):
         export_onnx(gray, tmp_path / "a.onnx")
     merging = saved(tmp_path / "merging", {"merge_tokens": 1, "pooling": "mean"})
     with pytest.raises(ConfigError, match="merge_tokens=1: tokens differ from block to block"):

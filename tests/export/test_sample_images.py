@@ -15,7 +15,6 @@ from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
-from vit.export import sample_images
 from vit.export.export_job import ExportJob
 from vit.export.sample_images import calibration_images
 from vit.training.checkpoint.run_folder import write_config
@@ -59,11 +58,11 @@ def test_images_that_cannot_be_decoded_are_replaced_and_named(tiny_data, tmp_pat
 def test_only_the_chosen_images_are_opened(tiny_data, monkeypatch):
     opened = []
 
-    def read(path, **options):
+    def read(self, path, **options):
         opened.append(path)
         return read_image(path, **options)
 
-    monkeypatch.setattr(sample_images, "read_image", read)
+    monkeypatch.setattr(Preprocessing, "read", read)
     data = tiny_data / "val"
     classes = tuple(sorted(one.name for one in data.iterdir()))
     asked = {"samples": 3, "validation": str(data)}

@@ -120,7 +120,8 @@ def test_the_crop_of_an_extremely_long_image_takes_little_memory():
 
 
 def reader():
-    read = ImageReader(Preprocessing(image_size=(16, 16)))
+    preprocessing = Preprocessing(image_size=(16, 16))
+    read = ImageReader(preprocessing, preprocessing)
     read.budget = PixelBudget()
     return read
 

@@ -225,7 +225,7 @@ class Preprocessing:
             ends = (self.channels.low, self.channels.high)
             low, high = (torch.tensor(end, device=images.device)[:, None, None] for end in ends)
             floats = images.to(torch.float32, memory_format=torch.contiguous_format)
-            # subtracted first, also by engines that join products and sums: high and low may be near
+            # first less `low`, also in engines that join products and sums: both ends may be near
             scaled = (floats - low).clamp(torch.zeros_like(low), high - low).div_(high - low)
             return scaled.to(dtype).sub_(mean).div_(std)
         floats = images.to(dtype, memory_format=torch.contiguous_format)
