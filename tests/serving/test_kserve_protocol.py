@@ -16,7 +16,6 @@ from vit.serving.kserve_protocol import parse_request
 from vit.serving.request_body import RequestError
 from vit.serving.server_config import ServerConfig
 
-
 RGB = MagicMock()
 """A model of images of 8 bits."""
 RGB.predictor.preprocessing.channels = None
