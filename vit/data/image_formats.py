@@ -62,8 +62,8 @@ class ArrayImage:
 
     @property
     def mode(self) -> str:
-        """Type and number of channels, such as `uint16 x 4`."""
-        return f"{self.dtype.name} x {self.channels}"
+        """Type and number of channels, such as `uint16 x 4`, or `uint16 x 4 inks`."""
+        return f"{self.dtype.name} x {self.channels}{' inks' * self.ink}"
 
 
 def open_array_image(file: BinaryIO) -> ArrayImage | None:

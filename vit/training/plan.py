@@ -33,6 +33,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
 from vit.data.image_cache import free_bytes
 from vit.data.image_io import check_header, read_pixels, read_size
+from vit.data.intensity_range import channel_numbers
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError
@@ -40,7 +41,7 @@ from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, plural
-from vit.training.data_setup import check_channels, list_data, open_data
+from vit.training.data_setup import check_channels, list_data, open_data, refuse_for_channels
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
@@ -253,13 +254,14 @@ def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Fact
     side, grey, aspect = look_at_images(splits.train)
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     device = accelerator.device.type
+    channels = instrument_channels(splits.train, config)
     return Facts(
         images=len(splits.train),
         taught=len(splits.unlabelled),
         classes=len(splits.classes),
         side=side,
-        grey=grey,
-        channels=instrument_channels(splits.train, config),
+        grey=grey and not channels,
+        channels=channels,
         aspect=aspect,
         validation=len(splits.val),
         divided=splits.made,
@@ -376,8 +378,10 @@ def instrument_channels(samples: Sequence[Sample], config: Config) -> int:
     """Channels that the network takes of images of instruments; 0 for RGB of 8 bits."""
     with contextlib.suppress(BadImage):  # the run itself meets it
         stored = check_header(samples[0].path)
-        if stored is not None and (config.data.channel_order or stored.channels not in (1, 3)):
-            return len(config.data.channel_order) or stored.channels
+        order = config.data.channel_order
+        if stored is not None and (order or stored.channels not in (1, 3)):
+            refuse_for_channels(config)  # before the plan measures for seconds
+            return len(channel_numbers(order, stored.channels)) if order else stored.channels
     return 0
 
 
@@ -418,7 +422,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     """The plan for reading: the facts, a line a setting with its reason, and what it costs."""
     facts = plan.facts
     kind = "grey" if facts.grey else "colour"
-    kind = f"{facts.channels} channels" if facts.channels else kind
+    kind = plural(facts.channels, "channel") if facts.channels else kind
     labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
     if facts.captions is not None:
         labels.append(

@@ -281,7 +281,7 @@ def load_model(
             f"have it by 100%: {remedy}, which makes a new head"
         )
     if config.channels != 3:
-        why = f"is for images of {config.channels} channels, and images are read as RGB"
+        why = f"is for {config.channels} channels whose values nothing describes: {remedy}"
     if why:
         raise WeightsError(f"{source} ({pretrained.origin}) {why}")
     lines = describe_source(source, pretrained)

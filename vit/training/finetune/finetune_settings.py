@@ -76,6 +76,7 @@ def complete_for_weights(
     if config.augment.random_crop == "simple":  # which keeps all of the short side
         found.pop("min_crop", None)
     found["num_classes"] = config.model.num_classes
+    found["channels"] = config.model.channels  # the data decide it
     if config.training.steps is not None:  # which decide the epochs
         found["epochs"] = config.training.epochs
     if source.preprocessing is not None:

@@ -1,0 +1,279 @@
+"""Networks of any number of channels, in their full depth: from files to every engine's answer."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+
+import vit
+from tests.serving.conftest import running
+from tests.training.children import Job, complete, differences
+from tests.training.children import train as train_child
+from vit.commands.main import main
+from vit.errors import BadImage, ConfigError, DataError, VitError
+from vit.training.train import train
+from vit.weights.saved_model import load_run
+
+CLASSES = ("none", "disc")
+SIDE = 24
+LEARNS: dict[str, Any] = {"epochs": 20, "warmup_epochs": 0, "batch_size": 8, "min_crop": 0.8}
+LEARNS |= {"image_size": 24, "dim": 32}
+LEARNS |= dict.fromkeys(("ema", "dropout", "drop_path", "mixup", "cutmix"), 0)
+PLAIN = {"epochs": 1, "batch_size": 8, "workers": 0, "device": "cpu", "precision": "fp32"}
+
+
+def disc(channels: int, *, level: float, noise: float, contrast: float, seed: int) -> Any:
+    """Values (24, 24, channels) of noise, and in the last channel a disc or none."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:SIDE, :SIDE] - random.uniform(10, 14, (2, 1, 1))
+    inside = (x**2 + y**2 < 49) * (seed % 2)
+    values = random.normal(level, noise, (SIDE, SIDE, channels))
+    values[..., -1] += inside * contrast
+    return values
+
+
+def write_tiff(path: Path, values: Any, **options: Any) -> None:
+    known = {"photometric": "minisblack", "planarconfig": "contig", "metadata": None}
+    tifffile.imwrite(path, values, **{**known, **options})
+
+
+def write_deep(path: Path, seed: int) -> None:
+    values = disc(4, level=2000, noise=150, contrast=1500, seed=seed)
+    write_tiff(path.with_suffix(".tif"), values.astype(np.uint16), extrasamples=["unspecified"] * 3)
+
+
+def write_fine(path: Path, seed: int) -> None:
+    """Float32 that differ by less than half precision, or 16 bits of their size, can tell."""
+    values = disc(2, level=1000, noise=0.005, contrast=0.05, seed=seed)
+    np.save(path.with_suffix(".npy"), values.astype(np.float32))
+
+
+def write_planar(path: Path, seed: int) -> None:
+    values = disc(5, level=100, noise=10, contrast=60, seed=seed).astype(np.uint8)
+    write_tiff(path.with_suffix(".tif"), values.transpose(2, 0, 1), planarconfig="separate")
+
+
+def folder_of(root: Path, write: Callable[[Path, int], None], count: int, first: int = 0) -> Path:
+    """A folder for each class, with `count` images."""
+    for number in range(first, first + 2 * count):
+        place = root / CLASSES[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        write(place / str(number // 2), number)
+    return root
+
+
+@pytest.fixture(scope="session")
+def deep_data(tmp_path_factory) -> Path:
+    """Four channels of 16 bits, of which only the last shows the class."""
+    return folder_of(tmp_path_factory.mktemp("deep") / "data", write_deep, 24)
+
+
+@pytest.fixture(scope="session")
+def config_of(tiny_config) -> Callable[..., Any]:
+    return lambda data, **more: tiny_config(data=str(data), **{**LEARNS, **more})
+
+
+@pytest.fixture(scope="session")
+def deep_run(deep_data, config_of, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "deep"
+    train(config_of(deep_data, epochs=2), out)
+    return out
+
+
+def some(data: Path) -> list[Path]:
+    return sorted(data.rglob("*.*"))[::5]
+
+
+def shares(results: Any) -> Any:
+    return np.array([[dict(result.predictions)[name] for name in CLASSES] for result in results])
+
+
+def top1(run: Path, write: Callable[[Path, int], None]) -> float:
+    """The share of 60 new images that is right."""
+    new = folder_of(run.with_suffix(".new"), write, 30, first=100)
+    return vit.evaluate(run, new, precision="fp32")["top1"]
+
+
+def test_a_run_stores_what_it_measured_and_takes_arrays_as_files(deep_run, deep_data):
+    spec = load_run(deep_run).preprocessing.channels
+    assert (spec.value_type, spec.count, spec.order) == ("uint16", 4, (0, 1, 2, 3))
+    assert all(1400 < low < 1700 for low in spec.low)
+    assert [high > 3500 for high in spec.high] == [False, False, False, True]
+    files = some(deep_data)
+    predictor = vit.Predictor(deep_run, precision="fp32")
+    expected = shares(predictor(files))
+    arrays = [tifffile.imread(path) for path in files]
+    tensors = [torch.from_numpy(array).permute(2, 0, 1) for array in arrays]
+    for images in (arrays, tensors):
+        assert np.array_equal(shares(predictor(images)), expected)
+
+
+@pytest.mark.parametrize("name", ["net.onnx", pytest.param("net.xml", marks=pytest.mark.slow)])
+def test_exported_files_answer_as_torch_does(deep_run, deep_data, tmp_path, name):
+    files, other = some(deep_data), tmp_path / name
+    expected = shares(vit.Predictor(deep_run, precision="fp32")(files))
+    vit.export_model(deep_run, other)
+    assert np.abs(shares(vit.Predictor(other)(files)) - expected).max() < 1e-5
+    scores = [vit.evaluate(one, deep_data, precision="fp32") for one in (deep_run, other)]
+    assert scores[0]["top1"] == scores[1]["top1"]
+
+
+def test_a_server_answers_for_a_tiff_as_for_its_path(deep_run, deep_data):
+    path = some(deep_data)[1]
+    (expected,) = vit.Predictor(deep_run, precision="fp32")([path])
+    with running([deep_run]) as client:
+        (found,) = client.send([("a.tif", path.read_bytes())]).json["results"]
+        (inputs,) = client.get("/v2/models/deep").json["inputs"]  # no 8-bit pixels of RGB
+    assert inputs["name"] == "encoded"
+    best = found["predictions"][0]
+    assert (best["label"], best["score"]) == pytest.approx(expected.predictions[0], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_bytes_and_sees_the_fourth_channel(
+    deep_data, config_of, tmp_path
+):
+    config = config_of(deep_data, checkpoint_steps=5, color_jitter=0.3, hflip=0.5)
+    log, whole, cut = tmp_path / "log", tmp_path / "whole", tmp_path / "cut"
+    complete(train_child, config, whole, log=log)
+    with Job(train_child, config, cut, log=log) as job:
+        while not list(cut.glob("checkpoints/*")):
+            assert not job.ended(0.01)
+        assert job.kill() == [-signal.SIGKILL]
+    complete(train_child, config, cut, True, log=log)
+    assert differences(cut, whole) == []
+    assert top1(whole, write_deep) >= 0.9
+    train(config_of(deep_data, channel_order=("0", "1", "2")), tmp_path / "blind")
+    assert top1(tmp_path / "blind", write_deep) < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("write", "order", "kind"),
+    [(write_fine, ("1", "0"), "float32"), (write_fine, (), "float32"), (write_planar, (), "uint8")],
+)
+def test_floats_and_planes_are_learnt(config_of, tmp_path, write, order, kind):
+    data = folder_of(tmp_path / "data", write, 24)
+    train(config_of(data, channel_order=order), tmp_path / "run")
+    assert top1(tmp_path / "run", write) >= 0.9
+    run = load_run(tmp_path / "run")
+    assert run.preprocessing.channels.value_type == kind
+    vit.export_model(tmp_path / "run", tmp_path / "net.onnx")
+    files = some(data)
+    ours = shares(vit.Predictor(tmp_path / "run", precision="fp32")(files))
+    assert np.abs(shares(vit.Predictor(tmp_path / "net.onnx")(files)) - ours).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
+    small = "--epochs 1 --dim 32 --depth 1 --device cpu --precision fp32"
+    assert main(["train", str(deep_data), "--out", str(tmp_path / "run"), *small.split()]) == 0
+    assert "4 channels of uint16" in capsys.readouterr().err
+    words = ["predict", str(tmp_path / "run"), str(deep_data / "none/0.tif")]
+    assert main([*words, "--precision", "fp32"]) == 0
+    assert main(["check", str(deep_data)]) == 0
+    assert "stored in uint16 x 4, and read with all their channels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"channel_order": ("9",)}, "different numbers from 0 to 3"),
+        ({"channel_order": ("a",)}, "different numbers from 0 to 3"),
+        ({"channel_order": ("1", "1")}, "different numbers from 0 to 3"),
+        ({"channels": 4}, "leave --in-chans out"),
+        ({"cache": "ram"}, "RGB of 8 bits"),
+        ({"auto_augment": "randaugment"}, "--color-jitter"),
+        ({"mean": (0.5, 0.5, 0.5)}, "each channel has its own"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, settings, part):
+    with pytest.raises(ConfigError, match=part) as caught:
+        train(config_of(deep_data, **settings), tmp_path / "run")
+    assert str(caught.value).startswith(next(iter(settings)))
+
+
+@pytest.mark.parametrize("other", ["three.tif", "photo.jpg"])
+def test_images_of_another_kind_are_named(deep_data, config_of, tmp_path, capsys, other):
+    data = shutil.copytree(deep_data, tmp_path / "data")
+    path = data / "disc" / other
+    if path.suffix == ".jpg":
+        Image.new("RGB", (SIDE, SIDE)).save(path)
+    else:
+        write_tiff(path, np.ones((SIDE, SIDE, 3), np.uint16), photometric="rgb")
+    assert main(["check", str(data)]) == 1
+    assert "images of RGB and 4 channels: training takes one kind" in capsys.readouterr().out
+    with pytest.raises(DataError, match=rf"\.tif has 4 channels and .*{other} (has 3|is RGB)"):
+        train(config_of(data), tmp_path / "run")
+
+
+def test_files_that_a_network_cannot_take_are_refused(deep_run, tmp_path):
+    values = np.ones((SIDE, SIDE, 4), np.float32)
+    np.save(tmp_path / "floats.npy", values)
+    write_tiff(tmp_path / "five.tif", np.ones((SIDE, SIDE, 5), np.uint16))
+    Image.new("RGB", (9, 9)).save(tmp_path / "photo.png")
+    np.save(tmp_path / "bytes.npy", values.astype(np.uint8))
+    names = ("floats.npy", "five.tif", "photo.png", "bytes.npy")
+    predictor = vit.Predictor(deep_run, precision="fp32")
+    errors = [one.error for one in predictor([tmp_path / name for name in names])]
+    assert "values of float32; the network takes uint16" in errors[0]
+    assert "5 channels; the network takes 4" in errors[1]
+    assert "the network takes 4 channels" in errors[2]
+    assert errors[3] is None  # narrower types hold the same values
+    for array, part in ((values, "uint16"), (np.ones((9, 9, 3), np.uint16), "4 channels")):
+        with pytest.raises(ConfigError, match=part):
+            predictor([array])
+    with pytest.raises(VitError, match="fp16"):
+        vit.export_model(deep_run, tmp_path / "net.onnx", precision="fp16")
+
+
+def test_values_that_are_not_finite_are_refused(config_of, tmp_path):
+    data = folder_of(tmp_path / "data", write_fine, 12)
+    bad = np.load(data / "none/3.npy")
+    bad[0, 0, 0] = np.nan
+    np.save(data / "none/3.npy", bad)
+    with pytest.raises((BadImage, DataError), match=r"none/3\.npy.*not finite"):
+        train(config_of(data, epochs=1), tmp_path / "run")
+
+
+def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
+    out = tmp_path / "run"
+    train(config_of(deep_data, epochs=1, channel_order=("3", "0")), out)
+    chosen = load_run(out).preprocessing.channels
+    assert chosen.order == (3, 0)
+    with pytest.raises(VitError, match="channel_order"):
+        train(config_of(deep_data, epochs=1, channel_order=("3", "1")), out, resume=True)
+    train(config_of(deep_data, epochs=1), out, resume=True)
+    assert load_run(out).preprocessing.channels == chosen
+
+
+@pytest.mark.parametrize("task", ["mae", "dino", "simclr"])
+def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_of, tmp_path, task):
+    size = {"epochs": 1, "pooling": "mean", "class_token": False, "ema": 0.9}
+    train(config_of(deep_data, task=task, **size), tmp_path / "pre")
+    for more in ({"method": "probe"}, {"method": "full", "channel_order": ("3", "1")}):
+        out = tmp_path / more["method"]
+        settings = {**PLAIN, **more, "feature_cache": str(tmp_path / "cache")}
+        vit.train(str(deep_data), out, weights=str(tmp_path / "pre"), **settings)
+        assert load_run(out).config.channels == len(more.get("channel_order", range(4)))
+
+
+def test_weights_of_three_channels_train_on_four(deep_data, tiny_run, tmp_path):
+    given = {**PLAIN, "weights": str(tiny_run), "feature_cache": str(tmp_path / "cache")}
+    vit.train(str(deep_data), tmp_path / "run", **given)
+    assert load_run(tmp_path / "run").config.channels == 4
+
+
+@pytest.mark.slow
+@pytest.mark.auto_precision
+def test_folds_of_four_channels(deep_data, config_of, tmp_path):
+    config = config_of(deep_data, folds=2, epochs=1)
+    record = vit.cross_validate(config, tmp_path / "folds")
+    assert set(record["scores"]) == {"1", "2"}
