@@ -198,13 +198,15 @@ def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, se
 
 
 @pytest.mark.parametrize("other", ["three.tif", "photo.jpg"])
-def test_images_of_another_kind_are_named(deep_data, config_of, tmp_path, other):
+def test_images_of_another_kind_are_named(deep_data, config_of, tmp_path, capsys, other):
     data = shutil.copytree(deep_data, tmp_path / "data")
     path = data / "disc" / other
     if path.suffix == ".jpg":
         Image.new("RGB", (SIDE, SIDE)).save(path)
     else:
         write_tiff(path, np.ones((SIDE, SIDE, 3), np.uint16), photometric="rgb")
+    assert main(["check", str(data)]) == 1
+    assert "images of RGB and 4 channels: training takes one kind" in capsys.readouterr().out
     with pytest.raises(DataError, match=rf"\.tif has 4 channels and .*{other} (has 3|is RGB)"):
         train(config_of(data), tmp_path / "run")
 

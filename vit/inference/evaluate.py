@@ -115,6 +115,10 @@ def evaluate(
             "corruptions: an exported network resizes images itself, and corruptions are of "
             "resized ones; give the run it was exported from"
         )
+    if config.corruptions and predictor.preprocessing.channels is not None:
+        raise ConfigError(
+            "corruptions: are of RGB images, and this network takes others; leave it out"
+        )
     trained = source_of(model, predictor)
     samples = load_samples(predictor.task, trained, spec, predictor.classes, notify)
     full_spec = evaluated_spec(predictor.task, trained, spec, predictor.classes)

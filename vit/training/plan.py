@@ -254,13 +254,14 @@ def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Fact
     side, grey, aspect = look_at_images(splits.train)
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     device = accelerator.device.type
+    channels = instrument_channels(splits.train, config)
     return Facts(
         images=len(splits.train),
         taught=len(splits.unlabelled),
         classes=len(splits.classes),
         side=side,
-        grey=grey,
-        channels=instrument_channels(splits.train, config),
+        grey=grey and not channels,
+        channels=channels,
         aspect=aspect,
         validation=len(splits.val),
         divided=splits.made,

@@ -286,7 +286,7 @@ def check_parity(
     if to == "huggingface" and importlib.util.find_spec("transformers") is None:
         return ["note: transformers is not installed here, so its answers were not compared"]
     if pretrained.config.channels != 3:
-        return ["note: images are read as RGB, so answers were not compared"]
+        return ["note: answers are compared for networks of RGB images only"]
     image = read_image(os.fspath(pil_image))
     preprocessing, _ = preprocessing_or_default(pretrained)
     ours = preprocessing.normalise(preprocessing(image).unsqueeze(0))

@@ -265,7 +265,7 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
         return []
     median = statistics.median(min(one.width, one.height) for one in stats.values())
     modes = {one.mode for one in stats.values()} - {"RGB", "L", "RGBA", "P"}
-    own = [path for path, one in stats.items() if one.instrument]
+    own = [path for path, one in stats.items() if one.channels]
     kinds = sorted({stats[path].mode for path in own})
     tests: dict[str, tuple[Callable[[ImageStats], bool], str]] = {
         "tiny": (
@@ -288,7 +288,7 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
         "alpha": (lambda one: one.alpha, "may be transparent: composited over white"),
         "blank": (lambda one: one.blank, "are blank: all pixels are equal"),
         "mode": (
-            lambda one: one.mode in modes and not one.instrument,
+            lambda one: one.mode in modes and not one.channels,
             f"are stored in {', '.join(sorted(modes - {*kinds}))}, and read as RGB",
         ),
         "greyscale": (lambda one: one.grey, "have no colours"),
@@ -296,6 +296,13 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
     problems = shared_property(
         "mode", own, total, f"are stored in {', '.join(kinds)}, and read with all their channels"
     )
+    found = {one.channels: path for path, one in stats.items()}
+    if len(found) > 1:
+        kinds = [plural(number, "channel") if number else "RGB" for number in sorted(found)]
+        words = f"images of {' and '.join(kinds)}: training takes one kind"
+        problems.append(
+            Problem("channels", words, tuple(found[number] for number in sorted(found)))
+        )
     for kind, (test, words) in tests.items():
         paths = [path for path, one in stats.items() if test(one)]
         if kind != "greyscale" or len(paths) < total:
@@ -305,7 +312,7 @@ def unusual_images(stats: Mapping[str, ImageStats]) -> list[Problem]:
 
 def unusual_exposures(stats: Mapping[str, ImageStats]) -> list[Problem]:
     """Deep images, and images without contrast, relative to the range of training."""
-    deep = [path for path, one in stats.items() if one.deep and not one.instrument]
+    deep = [path for path, one in stats.items() if one.deep and not one.channels]
     floating = {stats[path].levels.floating for path in deep}
     found = None
     if len(floating) == 1:
@@ -317,7 +324,7 @@ def unusual_exposures(stats: Mapping[str, ImageStats]) -> list[Problem]:
     dark, bright, flat = [], [], []
     for path, one in stats.items():
         limits = found if one.deep else (0.0, 255.0)
-        if one.blank or one.instrument or limits is None:
+        if one.blank or one.channels or limits is None:
             continue
         low, levels = limits[0], one.levels
         width = limits[1] - low

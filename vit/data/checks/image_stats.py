@@ -102,10 +102,10 @@ class ImageStats(NamedTuple):
     """Y at THUMBNAIL_SIDE squared, then Cb and Cr at CHROMA_SIDE squared, uint8."""
 
     @property
-    def instrument(self) -> bool:
-        """Whether networks take its channels in their full depth, not RGB of 8 bits."""
-        _, _, channels = self.mode.partition(" x ")
-        return channels.isdecimal() and channels not in ("1", "3")
+    def channels(self) -> int:
+        """Those that networks take in their full depth; 0: RGB of 8 bits is made of the image."""
+        _, _, number = self.mode.partition(" x ")
+        return int(number) if number.isdecimal() and number not in ("1", "3") else 0
 
 
 StatsOrReason = ImageStats | str
@@ -116,7 +116,7 @@ def compute_stats(path: str) -> StatsOrReason:
     """Compute the statistics of the image at `path`."""
     try:
         header = read_header(path)
-        image = read_image(path, intensity_range="own" if header.deep else None)
+        image = read_image(path, intensity_range="own")
         levels = deep_levels(read_intensities(path)) if header.deep else None
         frames = header.format in STACKS and has_more_frames(path)
         digest = content_digest(path)

@@ -30,6 +30,7 @@ KINDS: dict[str, Severity] = {
     "one_class": "error",
     "empty_class": "error",
     "broken_class": "error",
+    "channels": "error",
     "unknown_class": "error",
     "no_val_pictures": "error",
     "folder_unreadable": "error",
