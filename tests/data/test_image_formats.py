@@ -80,7 +80,7 @@ KINDS = list(
 )
 """Byte order, channels, planar, tile, compression, colours, whether the last one is opacity."""
 NAMED = re.compile(
-    r"\d channels; 1 \(grey\) or 3 \(colours\) are read: save those"
+    r"\d channels; the network takes 1 \(grey\) or 3 \(colours\)"
     r"|JPEG compression of uint(8|16); save it with Deflate"
     r"|ycbcr colours of 12 bits; save RGB of 8 bits"
 )
@@ -209,7 +209,7 @@ def test_compressions_of_pillow_are_read(compression):
         (ramp("u1", 3) >> 4, {"photometric": RGB, "bitspersample": 4}, "rgb colours of 4 bits"),
         (np.stack([U2] * 3), {"volumetric": True, "tile": (3, 16, 16)}, "a volume of 3 slices"),
         (ramp("u2", 33), {"planarconfig": "contig"}, "33 channels; at most 32 are read"),
-        (ramp("f4", 4), {"photometric": INK}, r"4 channels; 1 \(grey\) or 3"),
+        (ramp("f4", 4), {"photometric": INK}, r"4 channels; the network takes 1 \(grey\) or 3"),
         (COLOURS, {"photometric": RGB, "compression": "lzma"}, "LZMA compression of uint16"),
         (U2, {"compression": "jpeg2000"}, "JPEG2000 compression of uint16; save it with Deflate"),
         (ramp("u1")[..., 0], {"compression": "jpegxl"}, "JPEGXL compression of uint8"),

@@ -4,6 +4,7 @@ import base64
 import json
 import struct
 import tracemalloc
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,6 +15,10 @@ from tools.code_blocks import read_blocks
 from vit.serving.kserve_protocol import parse_request
 from vit.serving.request_body import RequestError
 from vit.serving.server_config import ServerConfig
+
+RGB = MagicMock()
+"""A model of images of 8 bits."""
+RGB.predictor.preprocessing.channels = None
 
 
 def infer(client, body: bytes, model="tiny", **headers):
@@ -154,7 +159,7 @@ def test_a_string_among_numbers_takes_no_memory_for_each_of_them():
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match="whole numbers from 0 to 255"):
-            parse_request(body, None, None, ServerConfig())
+            parse_request(body, None, RGB, ServerConfig())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -165,7 +170,7 @@ def test_strings_are_split_up_to_the_limit_of_images():
     strings = struct.pack("<I", 0) * 65
     head = request("encoded", "BYTES", [1], parameters={"binary_data_size": len(strings)})
     with pytest.raises(RequestError, match="at most 64 images"):
-        parse_request(head + strings, str(len(head)), None, ServerConfig())
+        parse_request(head + strings, str(len(head)), RGB, ServerConfig())
 
 
 def test_the_documented_client_gets_answers(

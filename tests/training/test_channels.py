@@ -130,6 +130,8 @@ def test_a_server_answers_for_a_tiff_as_for_its_path(deep_run, deep_data):
     (expected,) = vit.Predictor(deep_run, precision="fp32")([path])
     with running([deep_run]) as client:
         (found,) = client.send([("a.tif", path.read_bytes())]).json["results"]
+        (inputs,) = client.get("/v2/models/deep").json["inputs"]  # no 8-bit pixels of RGB
+    assert inputs["name"] == "encoded"
     best = found["predictions"][0]
     assert (best["label"], best["score"]) == pytest.approx(expected.predictions[0], abs=1e-6)
 

@@ -163,7 +163,7 @@ def read_channels(
         if spec.value_type != "float32" and not np.can_cast(image.dtype, spec.value_type):
             raise UnusableFile(f"values of {image.dtype}; the network takes {spec.value_type}")
         if before_decode is not None:
-            before_decode(math.prod(image.size))
+            before_decode(math.prod(image.size) * math.ceil(4 * spec.count / PIXEL_BYTES))
         return to_channel_image(image, spec)
 
 
@@ -667,7 +667,7 @@ def array_to_rgb(
     if intensity_range == "own" and channels not in (1, 3):  # to be looked at
         values, channels = values[..., : 3 if channels > 3 else 1], 3 if channels > 3 else 1
     if channels not in (1, 3) or image.ink:
-        raise UnusableFile(f"{channels} channels; 1 (grey) or 3 (colours) are read: save those")
+        raise UnusableFile(f"{channels} channels; the network takes 1 (grey) or 3 (colours)")
     colours = values[..., :channels]
     if values.dtype == np.uint8:
         shown = colours

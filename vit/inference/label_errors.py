@@ -136,13 +136,18 @@ def find_label_errors(
     predictor.engine.caption_generator = None  # features need no captions
     images = [one for one in report.listing.images if one.path in report.stats]
     pairs: list[tuple[ListedImage, Tensor]] = []
+    failed: list[str] = []
     done = 0
     for batch in predictor.batches([one.path for one in images]):
         for one, output in zip(images[done : done + len(batch)], batch, strict=True):
             if output.embedding is not None:
                 pairs.append((one, output.embedding))
+            else:
+                failed.append(f"{printable(one.path)}: {output.error}")
         done += len(batch)
         progress("encoded", done, len(images))
+    if failed:
+        notify(f"note: without {plural(len(failed), 'image')}, such as {failed[0]}")
     if len(pairs) < 2:
         return report
     rows, features = [one for one, _ in pairs], torch.stack([feature for _, feature in pairs])

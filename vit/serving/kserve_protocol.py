@@ -69,14 +69,20 @@ def model_metadata(model: ServedModel) -> dict[str, Any]:
         "versions": [VERSION],
         "platform": f"vit_{model.engine}",
         "inputs": [
-            {"name": PIXELS, "datatype": "UINT8", "shape": [-1, -1, -1, 3]},
-            {"name": ENCODED, "datatype": "BYTES", "shape": [-1]},
+            {"name": name, "datatype": INPUTS[name][0], "shape": shape}
+            for name, shape in ((PIXELS, [-1, -1, -1, 3]), (ENCODED, [-1]))
+            if name in input_names(model)
         ],
         "outputs": [
             {"name": name, "datatype": tensors[name][0], "shape": tensors[name][1]}
             for name in output_names(model)
         ],
     }
+
+
+def input_names(model: ServedModel) -> list[str]:
+    """Inputs of a model; images of instruments come as files, which know their type."""
+    return [PIXELS, ENCODED] if model.predictor.preprocessing.channels is None else [ENCODED]
 
 
 def output_names(model: ServedModel) -> list[str]:
@@ -134,7 +140,7 @@ def parse_request(
         raise RequestError(400, f"inputs: give one tensor, `{PIXELS}` or `{ENCODED}`")
     binary = _field(_field(record, "parameters", dict, {}), "binary_data_output", bool, False)
     return InferenceRequest(
-        _parse_input(inputs[0], body[length:], config),
+        _parse_input(inputs[0], body[length:], input_names(model), config),
         _parse_outputs(_field(record, "outputs", list, []), model, binary=binary),
         _field(record, "id", str, None),
     )
@@ -173,10 +179,13 @@ def _parse_outputs(
     return requested or [RequestedOutput(name, binary) for name in known]
 
 
-def _parse_input(record: Any, binary: bytes, config: ServerConfig) -> list[Upload]:
+def _parse_input(
+    record: Any, binary: bytes, known: Sequence[str], config: ServerConfig
+) -> list[Upload]:
     name, shape = _field(record, "name", str, ""), _field(record, "shape", list, [])
-    if name not in INPUTS:
-        raise RequestError(400, f"input {printable(name[:100])!r}: give `{PIXELS}` or `{ENCODED}`")
+    if name not in known:
+        names = " or ".join(f"`{one}`" for one in known)
+        raise RequestError(400, f"input {printable(name[:100])!r}: give {names}")
     datatype, sides, described = INPUTS[name]
     if _field(record, "datatype", str, "") != datatype:
         raise RequestError(400, f"{name}: its datatype is {datatype}")
