@@ -191,6 +191,7 @@ def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
         ({"channels": 4}, "leave --in-chans out"),
         ({"cache": "ram"}, "RGB of 8 bits"),
         ({"auto_augment": "randaugment"}, "--color-jitter"),
+        ({"mean": (0.5, 0.5, 0.5)}, "each channel has its own"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, settings, part):
@@ -253,7 +254,7 @@ def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
     assert load_run(out).preprocessing.channels == chosen
 
 
-@pytest.mark.parametrize("task", ["mae", "dino"])
+@pytest.mark.parametrize("task", ["mae", "dino", "simclr"])
 def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_of, tmp_path, task):
     size = {"epochs": 1, "pooling": "mean", "class_token": False, "ema": 0.9}
     train(config_of(deep_data, task=task, **size), tmp_path / "pre")

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from vit.config import Config, DataConfig, ModelConfig
 from vit.config.setting_layers import with_settings
+from vit.data.auto_augment import THREE_JITTER
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
@@ -206,6 +207,9 @@ def complete_channels(
     check_same_channels(every, stored)
     refuse_for_channels(config)
     settings = on_main(accelerator, lambda: measure_channels(config.data, paths, stored, notify))
+    if config.augment.auto_augment != "none":  # of the task
+        jitter = config.augment.color_jitter or THREE_JITTER
+        settings |= {"auto_augment": "none", "color_jitter": jitter}
     return with_settings(config, **settings)
 
 
@@ -225,7 +229,10 @@ def refuse_for_channels(config: Config) -> None:
     """Refuse what needs colours of 8 bits."""
     if config.data.cache != "none":
         config.data.refuse("cache", "it keeps RGB of 8 bits; leave it out for other channels")
-    if config.augment.auto_augment != "none":
+    for name in ("mean", "std"):
+        if config.chosen(name):
+            config.data.refuse(name, "each channel has its own, which is measured; leave it out")
+    if config.augment.auto_augment != "none" and config.chosen("auto_augment"):
         config.augment.refuse(
             "auto_augment", "it varies colours; --color-jitter 0.3 varies any channels"
         )

@@ -422,7 +422,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     """The plan for reading: the facts, a line a setting with its reason, and what it costs."""
     facts = plan.facts
     kind = "grey" if facts.grey else "colour"
-    kind = f"{facts.channels} channels" if facts.channels else kind
+    kind = plural(facts.channels, "channel") if facts.channels else kind
     labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
     if facts.captions is not None:
         labels.append(

@@ -160,6 +160,9 @@ def with_stored_settings(config: Config, folder: Path) -> Config:
     if not config.chosen("channel_order"):
         measured |= {name: getattr(stored.data, name) for name in CHANNEL_SETTINGS}
         measured["channels"] = stored.model.channels
+    if stored.data.value_type is not None:  # which replaced the colours of the task
+        names = [one for one in ("auto_augment", "color_jitter") if not config.chosen(one)]
+        measured |= {name: getattr(stored.augment, name) for name in names}
     return with_settings(config, **measured)
 
 
