@@ -456,7 +456,7 @@ def test_slices_decode_no_image_twice(tiny_run, tiny_data, monkeypatch):
         read.append(path)
         return read_image(path, **options)
 
-    monkeypatch.setattr("vit.exported.image_prefetch.read_image", read_once)
+    monkeypatch.setattr("vit.data.preprocessing.read_image", read_once)
     monkeypatch.setattr("vit.data.image_io.read_header", None)
     assert evaluate(tiny_run, str(tiny_data), **FP32)["slices"]
     assert len(read) == len({*read}) == 27

@@ -564,7 +564,7 @@ def test_a_network_of_four_channels_is_refused_before_the_data_are_opened(comman
     more = ["--model", "vit_tiny_patch16_224"] if command == "train" else []
     assert main([command, "nowhere", "--in-chans", "4", *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "channels=4: every image is read as RGB" in line
+    assert "channels=4: the data decide it" in line
 
 
 def test_a_plan_of_chosen_weights_is_refused(photos, capsys):
