@@ -291,7 +291,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(colour_data, tmp_path,
         Image.new("RGB", (20, 18), "white").save(path)
         return read_image(path, **settings)
 
-    monkeypatch.setattr(feature_extraction, "read_image", swapping)
+    monkeypatch.setattr("vit.data.preprocessing.read_image", swapping)
     with pytest.raises(BadImage, match="it changed while it was read"):
         Watched(tmp_path / "cache")([sample])
     assert chunks(tmp_path / "cache") == []
