@@ -277,3 +277,15 @@ def test_folds_of_four_channels(deep_data, config_of, tmp_path):
     config = config_of(deep_data, folds=2, epochs=1)
     record = vit.cross_validate(config, tmp_path / "folds")
     assert set(record["scores"]) == {"1", "2"}
+
+
+def test_pages_that_are_not_read_are_told(config_of, tmp_path, capsys):
+    def write(path: Path, seed: int) -> None:
+        values = disc(4, level=2000, noise=150, contrast=1500, seed=seed).astype(np.uint16)
+        pages = values.transpose(2, 0, 1)  # as ImageJ keeps channels
+        tifffile.imwrite(path.with_suffix(".tif"), pages, imagej=True, metadata={"axes": "CYX"})
+
+    train(config_of(folder_of(tmp_path / "data", write, 10), epochs=1), tmp_path / "run")
+    assert "20 images with several pages, of which only the first is read" in (
+        capsys.readouterr().err
+    )

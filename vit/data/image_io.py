@@ -227,6 +227,8 @@ class StoredValues(NamedTuple):
     channels: int
     """Without opacity."""
     dtype: str
+    more_frames: bool = False
+    """Whether it is the first of several pages, and the others are unused."""
 
 
 def check_header(path: PathLike | EncodedImage) -> StoredValues | None:
@@ -234,7 +236,7 @@ def check_header(path: PathLike | EncodedImage) -> StoredValues | None:
     with _open_image(path) as image:
         if not isinstance(image, ArrayImage) or image.ink:
             return None
-        return StoredValues(image.channels, image.dtype.name)
+        return StoredValues(image.channels, image.dtype.name, image.more_frames)
 
 
 class Header(NamedTuple):

@@ -82,7 +82,9 @@ def measure_channels(
             [intensity_quantiles(column) for column in columns], whole=value_type != "float32"
         )
         if found is None:
-            raise DataError(f"channel {channel} has the same value in all images: leave it out")
+            others = ",".join(str(one) for one in order if one != channel)
+            remedy = f"leave it out by --channels {others}" if others else "nothing to learn from"
+            raise DataError(f"channel {channel} has the same value in all images: {remedy}")
         low, high = found
         shares = (np.concatenate(columns).astype(np.float64).clip(low, high) - low) / (high - low)
         ranges += [low, high]

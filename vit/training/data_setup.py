@@ -195,6 +195,11 @@ def complete_channels(
                 "out"
             )
         return config
+    if stacks := [path for path, one in stored.items() if one.more_frames]:
+        notify(
+            f"note: {plural(len(stacks), 'image')} with several pages, of which only the first is "
+            f"read, such as {printable(stacks[0])}; channels are read from one page"
+        )
     trained = {sample.path for sample in splits.train}
     paths = [path for path in stored if path in trained] or list(stored)
     if not order and {one.channels for one in stored.values()} <= {1, 3}:
