@@ -19,8 +19,8 @@ from vit.config.setting_layers import make_config
 from vit.data.dataset import Batch
 from vit.data.preprocessing import Preprocessing
 from vit.inference.torch_engine import TorchEngine
-from vit.memory_allocator import keep_freed_memory
 from vit.precision import Precision
+from vit.process_resources import keep_freed_memory
 from vit.training.distributed.devices import make_accelerator
 from vit.training.setup import make_training
 from vit.training.training_loop import train_one_step
@@ -334,7 +334,7 @@ class Graph(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor]:
-        from vit.export.onnx_graph import decomposed_attention
+        from vit.export.onnx_tracing import decomposed_attention
 
         floats = images.permute(0, 3, 1, 2).float() / 127.5 - 1
         tokens, context = self.model.encode(floats, attention_fn=decomposed_attention)
@@ -343,8 +343,8 @@ class Graph(nn.Module):
 
 def exported(options: argparse.Namespace) -> Iterator[Comparison]:
     """Exported files on a CPU, without the resize, beside timm in float32."""
-    from vit.export.export_job import OPSET
-    from vit.export.onnx_graph import Part, trace_module
+    from vit.export.export_request import OPSET
+    from vit.export.onnx_tracing import Part, trace_module
     from vit.export.quantization import quantize
     from vit.exported.onnx_session import OnnxSession
 

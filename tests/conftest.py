@@ -22,10 +22,10 @@ from torch import nn
 from tests.processor import sitecustomize as processor
 from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
-from vit.cpu_cores import usable_cores
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier
 from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
+from vit.process_resources import usable_cores
 from vit.score_calibration import COVERAGES, ScoreCalibration
 from vit.weights.saved_model import (
     CALIBRATION,
@@ -200,16 +200,16 @@ def traced_once() -> Iterator[None]:
     """From now on the same network is exported from one graph: torch takes seconds for each."""
     import onnx
 
-    from vit.export import export_onnx, onnx_graph
+    from vit.export import export_onnx, onnx_tracing
 
     graphs: dict[tuple[object, ...], bytes] = {}
 
-    def trace(part: onnx_graph.Part, opset: int) -> onnx.ModelProto:
+    def trace(part: onnx_tracing.Part, opset: int) -> onnx.ModelProto:
         with torch.no_grad():
             answer, *_ = part.module(*part.examples[0])
         key = (answer.numpy().tobytes(), opset, *part.outputs)
         if key not in graphs:
-            graphs[key] = onnx_graph.trace_module(part, opset).SerializeToString()
+            graphs[key] = onnx_tracing.trace_module(part, opset).SerializeToString()
         return onnx.load_from_string(graphs[key])
 
     with pytest.MonkeyPatch.context() as patch:

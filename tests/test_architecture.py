@@ -16,9 +16,9 @@ ROOT = Path(__file__).parent.parent
 LEVEL_0 = {
     f"vit.{name}"
     for name in (
-        *("atomic_files", "config", "cpu_cores", "errors", "event_log", "timing"),
-        "json_files",
-        *("memory_allocator", "paths", "quick_imports", "score_calibration", "stop_signals"),
+        *("atomic_files", "config", "errors", "event_log", "process_resources", "timing"),
+        "json_reader",
+        *("paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
 }
@@ -40,13 +40,12 @@ NUMERIC = {"torch", "numpy"}
 ALLOWED = {
     "vit.atomic_files": {"vit.errors", "vit.text"},
     "vit.timing": set(),
-    "vit.cpu_cores": set(),
+    "vit.process_resources": set(),
     "vit.errors": {"vit.text"},
     "vit.event_log": {"vit.text"},
     "vit.version": set(),
-    "vit.memory_allocator": set(),
     "vit.quick_imports": {"vit.errors"},
-    "vit.json_files": {"vit.errors"},
+    "vit.json_reader": {"vit.errors"},
     "vit.score_calibration": {"vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
@@ -128,13 +127,13 @@ ONLY = {
     "difflib": {"vit/text.py"},
     "fsspec": {"vit/inference/ray_inference.py"},
     "huggingface_hub": {"vit/weights/hub.py"},
-    "onnx": {"vit/export/onnx_graph.py"},
+    "onnx": {"vit/export/onnx_tracing.py"},
     "onnxruntime": {"vit/exported/onnx_session.py", "vit/export/float16.py"},
-    "onnxscript": {"vit/export/onnx_graph.py"},
+    "onnxscript": {"vit/export/onnx_tracing.py"},
     "openpyxl": {"vit/data/workbook.py"},
     "pillow_heif": {"vit/data/image_io.py"},
-    "pydicom": {"vit/data/image_formats.py"},
-    "tifffile": {"vit/data/image_formats.py"},
+    "pydicom": {"vit/data/instrument_images.py"},
+    "tifffile": {"vit/data/instrument_images.py"},
     "pyarrow": {
         "vit/data/archives.py",
         "vit/data/sources/huggingface_datasets.py",
@@ -308,7 +307,7 @@ def test_one_module_renames_finished_files():
 def test_one_module_times_networks():
     """The others show progress or choose how to decode; deadlines are by time.monotonic."""
     progress = {"training/logging/training_progress.py", "training/training_loop.py"}
-    decoding = {"data/image_cache.py", "training/data_setup.py"}
+    decoding = {"data/image_cache.py", "training/settings_from_data.py"}
     assert files_with("perf_counter") == {"timing.py", *progress, *decoding}
 
 

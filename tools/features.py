@@ -151,10 +151,10 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Read images",
-        "data/image_formats data/channel_image data/image_io "
+        "data/instrument_images data/image_io "
         "data/image_objects data/intensity_range data/preprocessing",
         *("", TASKS, DATA, "torch onnx openvino"),
-        tests="data/test_dicom",
+        tests="data/test_dicom data/test_channel_image",
     ),
     Capability(
         "Augment",
@@ -341,8 +341,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Command line, Python functions, messages, devices",
-        "__init__ __main__ version errors atomic_files json_files text paths precision cpu_cores "
-        "memory_allocator quick_imports commands config/setting_layers config/collect_settings "
+        "__init__ __main__ version errors atomic_files json_reader text paths precision "
+        "process_resources quick_imports commands config/setting_layers config/collect_settings "
         "config/settings config/stored_config",
         tests="commands conftest markers processor test_architecture test_size test_features",
     ),

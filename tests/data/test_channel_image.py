@@ -9,7 +9,7 @@ from PIL import Image
 
 from vit.config import AugmentConfig
 from vit.data.auto_augment import ChannelJitter
-from vit.data.channel_image import ChannelImage, ChannelSpec
+from vit.data.instrument_images import ChannelImage, ChannelSpec
 from vit.data.preprocessing import Preprocessing
 from vit.data.transforms import TrainingTransform
 

@@ -16,7 +16,7 @@ from vit.data.dataset_types import (
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage
-from vit.training.data_setup import exclude_images
+from vit.training.settings_from_data import exclude_images
 
 
 def test_multi_hot_rows_equal_a_dense_table():

@@ -9,8 +9,8 @@ import pytest
 from vit.data.image_io import check_header
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import DataError
-from vit.training import data_setup
-from vit.training.data_setup import exclude_images, scan_headers
+from vit.training import settings_from_data
+from vit.training.settings_from_data import exclude_images, scan_headers
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 
@@ -66,8 +66,8 @@ def test_several_threads_read_the_headers_from_a_slow_disk(make_tree, monkeypatc
         time.sleep(seconds)
         return check_header(path)
 
-    monkeypatch.setattr(data_setup, "check_header", slow_check)
-    monkeypatch.setattr(data_setup, "CHUNK", 2)
+    monkeypatch.setattr(settings_from_data, "check_header", slow_check)
+    monkeypatch.setattr(settings_from_data, "CHUNK", 2)
     assert [image.path for image in scan_headers(samples).bad] == expected
     if seconds:
         assert len(threads) > 2

@@ -5,8 +5,8 @@ import pytest
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport
 from vit.data.checks.image_stats import compute_stats
+from vit.data.sources.dataset_problem import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.problems import Problem
 from vit.evaluation.data_pages import check_page, suggestions_page
 
 

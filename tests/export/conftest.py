@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import vit
-from vit.export.export_job import OPSET
-from vit.export.onnx_graph import Part, decomposed_attention, trace_module
+from vit.export.export_request import OPSET
+from vit.export.onnx_tracing import Part, decomposed_attention, trace_module
 
 SMALL = {"image_size": 16, "patch_size": 4, "dim": 32, "depth": 2, "num_heads": 4, "num_classes": 3}
 METADATA = {

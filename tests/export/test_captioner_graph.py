@@ -17,9 +17,9 @@ from vit.data.captions.tokenizer import train_tokenizer
 from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError, WeightsError
-from vit.export import onnx_graph
+from vit.export import onnx_tracing
 from vit.export.export_formats import export_onnx
-from vit.export.onnx_graph import Part, check_equal, to_onnx
+from vit.export.onnx_tracing import Part, check_equal, to_onnx
 from vit.exported.exported_captioner import greedy_decode
 from vit.generation.generate import generate, generate_captions
 from vit.generation.generation_config import Search
@@ -351,12 +351,12 @@ def test_settings_that_cannot_be_exported_are_refused_by_name(exported, tmp_path
         export_onnx(short, tmp_path / "a.onnx")
     with pytest.raises(ConfigError, match="precision='fp16': a captioner is exported in fp32"):
         export_onnx(run, tmp_path / "a.onnx", precision="fp16")
-    monkeypatch.setattr(onnx_graph, "MAX_GRAPH_BYTES", 1000)
+    monkeypatch.setattr(onnx_tracing, "MAX_GRAPH_BYTES", 1000)
     with pytest.raises(ConfigError, match="GB of weights"):
         export_onnx(run, tmp_path / "a.onnx")
     monkeypatch.undo()
     monkeypatch.setattr("vit.export.export_onnx.to_onnx", lambda *_: onnx.load(path))
-    monkeypatch.setattr(onnx_graph, "TOLERANCE", -1.0)
+    monkeypatch.setattr(onnx_tracing, "TOLERANCE", -1.0)
     with pytest.raises(VitError, match="the exported encoder differs"):
         export_onnx(run, path, overwrite=True)
     assert not [*tmp_path.glob("*.onnx"), *tmp_path.glob(".*")]

@@ -15,7 +15,7 @@ from vit.config.inference_config import ExportOptions
 from vit.config.settings import split_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, VitError
-from vit.export import classifier_graph, export_accuracy, onnx_graph
+from vit.export import classifier_graph, export_accuracy, onnx_tracing
 from vit.export import export_onnx as onnx_export
 from vit.export.export_formats import export_model, export_onnx
 from vit.export.float16 import convert_to_float16
@@ -200,9 +200,9 @@ def test_weights_beyond_the_range_of_float16_are_refused(run):
 def test_outputs_that_differ_from_torch_are_refused(run, found, message):
     part = classifier_graph.part_of(load_run(run))
     expected = (torch.tensor([[0.5, 0.5]]),)
-    assert onnx_graph.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
+    assert onnx_tracing.difference(part, expected, [np.float32([[0.5, 0.51]])], 0.02) < 0.02
     with pytest.raises(VitError, match=message):
-        onnx_graph.difference(part, expected, [np.float32(found)], 0.02)
+        onnx_tracing.difference(part, expected, [np.float32(found)], 0.02)
 
 
 def test_a_graph_with_other_preprocessing_is_not_written(run, tmp_path, monkeypatch):

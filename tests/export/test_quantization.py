@@ -13,8 +13,8 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from tests.markers import same_initial_weights
 from vit.errors import DataError, VitError
 from vit.export import quantization
-from vit.export.export_job import OPSET
-from vit.export.onnx_graph import Graph
+from vit.export.export_request import OPSET
+from vit.export.onnx_tracing import Graph
 from vit.export.quantization import BLOCK, DAMPING, MIN_IMAGES, gptq, quantize, split_qkv
 from vit.exported.onnx_session import OnnxSession
 

@@ -15,7 +15,7 @@ from vit.data.image_io import read_image
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import open_eval_split
 from vit.errors import DataError
-from vit.export.export_job import ExportJob
+from vit.export.export_request import ExportJob
 from vit.export.sample_images import calibration_images
 from vit.training.checkpoint.run_folder import write_config
 

@@ -12,9 +12,9 @@ from vit.config.setting_layers import make_config
 from vit.config.stored_config import write_paths
 from vit.data.checks.check_listing import DatasetListing, ListedImage
 from vit.data.checks.dataset_check import CheckReport
+from vit.data.sources.dataset_problem import Problem
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import read_list
-from vit.data.sources.problems import Problem
 from vit.evaluation.confident_learning import LabeledRow
 from vit.inference.label_errors import (
     add_row_errors,

@@ -29,8 +29,8 @@ from vit.training.auto_batch_size import (
     note_many_tokens,
     take_steps,
 )
-from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
+from vit.training.settings_from_data import prepare_data
 from vit.training.trial_training import dry_run, largest_that_fits
 
 

@@ -31,7 +31,7 @@ from vit.inference.evaluate import evaluate
 from vit.model.captioner import Captioner, caption_losses
 from vit.tasks.captioning import Captioning, CaptioningWithClasses, is_chosen
 from vit.training.checkpoint.checkpoint import find_checkpoints
-from vit.training.data_setup import open_data
+from vit.training.settings_from_data import open_data
 from vit.training.setup import decoder_weights
 from vit.training.train import train as train_here
 from vit.weights.convert import convert

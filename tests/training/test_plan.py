@@ -26,7 +26,6 @@ from vit.model.captioner import Captioner
 from vit.tasks.task import get_task
 from vit.training import plan as planning
 from vit.training import training_speed, trial_training
-from vit.training.data_setup import list_data, open_data
 from vit.training.distributed import collectives
 from vit.training.plan import (
     PROBE,
@@ -51,6 +50,7 @@ from vit.training.plan_rules import (
     make_plan,
     network_settings,
 )
+from vit.training.settings_from_data import list_data, open_data
 from vit.training.training_speed import measure_speed, probe_network
 
 PHOTOS = Facts(

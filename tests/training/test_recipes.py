@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from vit.config.setting_layers import make_config, read_settings
-from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
+from vit.training.settings_from_data import prepare_data
 from vit.training.setup import make_training
 from vit.training.training_loaders import training_loader
 from vit.training.training_loop import train_one_step

@@ -25,10 +25,10 @@ from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.classification import Classification
 from vit.training import teacher as teachers
-from vit.training.data_setup import open_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.final_report import report
 from vit.training.plan import plan_training
+from vit.training.settings_from_data import open_data
 from vit.training.teacher import with_teacher
 from vit.training.train import train
 from vit.training.trainer import Trainer

@@ -16,9 +16,9 @@ from vit import timing
 from vit.config.stored_config import stored_config
 from vit.errors import ConfigError
 from vit.training import time_budget, trainer, training_loop
-from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
 from vit.training.lr_schedule import image_side, learning_rate
+from vit.training.settings_from_data import prepare_data
 from vit.training.time_budget import Costs, count_that_fit, fit_time, settle_steps
 from vit.training.train import train
 from vit.training.training_context import Step

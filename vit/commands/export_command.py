@@ -13,7 +13,7 @@ from vit.quick_imports import quick_imports
 from vit.text import printable
 
 if TYPE_CHECKING:
-    from vit.export.export_job import Exported
+    from vit.export.export_request import Exported
 
 
 @dataclass(frozen=True, kw_only=True)

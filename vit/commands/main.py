@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vit.commands.command_parser import EXIT_USAGE, CommandParser
-from vit.cpu_cores import limit_active_waiting
 from vit.errors import DISK_FULL, REFUSED_PATH, VitError
-from vit.memory_allocator import keep_freed_memory
+from vit.process_resources import keep_freed_memory, limit_active_waiting
 from vit.text import nearest, printable
 
 # command -> what it does; each is a module of vit/commands with add_arguments() and run()

@@ -21,7 +21,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from vit.config import AugmentConfig
-from vit.data.channel_image import ChannelImage, ChannelSpec
+from vit.data.instrument_images import ChannelImage, ChannelSpec
 
 Operation = Callable[[Any], Any]
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from vit.cpu_cores import usable_cores
 from vit.data.dataset import Batch, ConstantTransform, ImageDataset
 from vit.data.dataset_types import Sample
 from vit.data.device_cache import DeviceCache, DeviceDataset
@@ -32,6 +31,7 @@ from vit.data.sampler import MicroBatchSampler, MultiEpochSampler, SampleKey
 from vit.data.shared_memory_pool import SharedMemoryDataset, SharedMemoryPool, SlotSampler
 from vit.data.transforms import Transform
 from vit.errors import DataError
+from vit.process_resources import usable_cores
 
 if TYPE_CHECKING:
     from vit.data.captions.caption_ids import CaptionIds

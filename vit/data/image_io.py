@@ -37,11 +37,12 @@ from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageEr
 
 from vit.config.data_config import DataConfig
 from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
-from vit.data.channel_image import ChannelImage, ChannelSpec
-from vit.data.image_formats import (
+from vit.data.instrument_images import (
     MAX_CHANNELS,
     Array,
     ArrayImage,
+    ChannelImage,
+    ChannelSpec,
     UnusableFile,
     open_array_image,
 )

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
-from vit.data.channel_image import ChannelImage, ChannelSpec
-from vit.data.image_formats import Array, ArrayImage
 from vit.data.image_io import ROUNDING, IntensityRange, upright_rgb
+from vit.data.instrument_images import Array, ArrayImage, ChannelImage, ChannelSpec
 from vit.errors import BadImage, ConfigError, error_text
 from vit.text import printable
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vit.config.data_config import DataConfig
-from vit.data.channel_image import VALUE_TYPES, ValueType
 from vit.data.image_io import IntensityRange, StoredValues, intensity_quantiles, read_intensities
+from vit.data.instrument_images import VALUE_TYPES, ValueType
 from vit.errors import BadImage, ConfigError, DataError
 from vit.text import Notify, plural, printable
 

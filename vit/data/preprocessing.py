@@ -19,9 +19,9 @@ from PIL import Image
 from vit.config import DataConfig
 from vit.config.data_config import check_intensity_range
 from vit.config.settings import from_plain
-from vit.data.channel_image import Array, ChannelImage, ChannelSpec, ValueType
 from vit.data.image_io import read_channels, read_image
 from vit.data.image_objects import to_channels, to_rgb_image
+from vit.data.instrument_images import Array, ChannelImage, ChannelSpec, ValueType
 from vit.errors import ConfigError
 
 if TYPE_CHECKING:

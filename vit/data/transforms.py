@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from vit.config import AugmentConfig
 from vit.data.auto_augment import build_operations
-from vit.data.channel_image import ChannelImage
+from vit.data.instrument_images import ChannelImage
 from vit.data.preprocessing import (
     MAX_RESIZED_PIXELS,
     RESAMPLING,

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from vit.data.checks.dataset_check import CheckReport, summarize_stats
+from vit.data.sources.dataset_problem import KINDS, Problem, display_name
 from vit.data.sources.list_files import is_list
-from vit.data.sources.problems import KINDS, Problem, display_name
 from vit.evaluation.html_page import read_thumbnail, render_page
 
 MAX_PROBLEMS = 24

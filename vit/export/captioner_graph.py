@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
 from vit.export.classifier_graph import BATCHES, random_images
-from vit.export.onnx_graph import Part
+from vit.export.onnx_tracing import Part
 from vit.model.captioner import CachedDecoder, Captioner
 from vit.model.decoder import TextDecoder
 from vit.model.kv_cache import KVCache, LayerCache

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.export.onnx_graph import Part, decomposed_attention, difference, libraries
 from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
+from vit.export.onnx_tracing import Part, decomposed_attention, difference, libraries
 from vit.exported.exported_classifier import DISTANCE, INPUT, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention import AttentionContext, AttentionFunction, AttentionRecorder

@@ -14,15 +14,15 @@ from vit.config.inference_config import ExportOptions
 from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
 from vit.export import classifier_graph
-from vit.export.export_job import (
+from vit.export.export_onnx import write_onnx
+from vit.export.export_openvino import write_openvino
+from vit.export.export_request import (
     Exported,
     ExportJob,
     PathLike,
     check_output_path,
 )
-from vit.export.export_onnx import write_onnx
-from vit.export.export_openvino import write_openvino
-from vit.export.onnx_graph import difference
+from vit.export.onnx_tracing import difference
 from vit.export.verification import Verification, verify
 from vit.paths import path_argument
 from vit.text import Notify, print_to_stderr

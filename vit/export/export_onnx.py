@@ -21,9 +21,9 @@ from vit.atomic_files import explain_write_errors, rename_file, write_bytes
 from vit.errors import ConfigError, RunError
 from vit.export import captioner_graph, classifier_graph
 from vit.export.export_accuracy import compare
-from vit.export.export_job import OPSET, Exported, ExportJob, check_output_path
+from vit.export.export_request import OPSET, Exported, ExportJob, check_output_path
 from vit.export.float16 import convert_to_float16
-from vit.export.onnx_graph import (
+from vit.export.onnx_tracing import (
     MAX_GRAPH_BYTES,
     Part,
     check_equal,

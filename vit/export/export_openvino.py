@@ -15,8 +15,8 @@ import numpy as np
 
 from vit.atomic_files import atomic_file
 from vit.errors import VitError
-from vit.export.export_job import Exported, ExportJob
 from vit.export.export_onnx import classifier_file
+from vit.export.export_request import Exported, ExportJob
 from vit.exported import openvino_session as runtime
 from vit.exported.onnx_session import Array, OnnxSession
 

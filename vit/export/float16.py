@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vit.errors import ConfigError, VitError, error_text
-from vit.export.onnx_graph import MAX_GRAPH_BYTES, attribute, inner_nodes, libraries
+from vit.export.onnx_tracing import MAX_GRAPH_BYTES, attribute, inner_nodes, libraries
 from vit.exported.exported_classifier import DISTANCE
 
 FLOAT32_OPERATORS = (

@@ -30,7 +30,7 @@ import PIL
 from numpy.typing import DTypeLike, NDArray
 
 from vit.data.preprocessing import MAX_RESIZED_PIXELS, Preprocessing
-from vit.export.onnx_graph import libraries
+from vit.export.onnx_tracing import libraries
 
 Number = int | float
 

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit.errors import DataError
-from vit.export.onnx_graph import MOVES, Graph, attribute, libraries, node
+from vit.export.onnx_tracing import MOVES, Graph, attribute, libraries, node
 from vit.exported.onnx_session import Array, OnnxSession
 
 HEADS_FIRST = [0, 2, 1, 3]

@@ -21,7 +21,7 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import list_images, open_eval_split, read_source
 from vit.errors import BadImage, ConfigError, DataError, VitError
-from vit.export.export_job import ExportJob
+from vit.export.export_request import ExportJob
 from vit.exported.onnx_session import Array
 from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.tasks.task import get_task

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vit.errors import BadImage, DataError, RunError, VitError, WeightsError
-from vit.export.export_job import PathLike
+from vit.export.export_request import PathLike
 from vit.export.sample_images import comparison_images
 from vit.exported.engine import exported_engine
 from vit.exported.onnx_session import Array

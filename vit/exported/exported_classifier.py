@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from vit.config.inference_config import InferenceConfig
-from vit.cpu_cores import usable_cores
 from vit.data.preprocessing import AnyImage, Preprocessing
 from vit.errors import BadImage, RunError, WeightsError
 from vit.exported.onnx_session import Array, InferenceSession
+from vit.process_resources import usable_cores
 from vit.score_calibration import ScoreCalibration
 from vit.text import printable
 

@@ -30,7 +30,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.image_formats import Array
+from vit.data.instrument_images import Array
 from vit.errors import RunError
 from vit.inference.predictor import Predictor, ranked_classes
 from vit.inference.torch_engine import Activation, to_probabilities

@@ -31,9 +31,9 @@ from vit.data.checks.dataset_check import (
     sort_by_severity,
 )
 from vit.data.checks.duplicates import near_duplicate_problem, verify_near_duplicates
+from vit.data.sources.dataset_problem import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import review_names
-from vit.data.sources.problems import Problem
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
     MIN_AGREEMENT,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vit.config.inference_config import InferenceConfig, accepts_settings, inference_config
-from vit.data.image_formats import Array
 from vit.data.image_objects import ImageInput, NamedImage, named_images
+from vit.data.instrument_images import Array
 from vit.errors import BadImage, ConfigError, WeightsError, error_text, explain_full_memory
 from vit.exported.engine import (
     Engine,

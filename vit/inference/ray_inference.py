@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vit.atomic_files import open_atomic
-from vit.cpu_cores import usable_cores
 from vit.data.image_io import MAX_PIXELS, max_pixels, set_max_pixels
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_formats import read_rows
@@ -34,6 +33,7 @@ from vit.output.prediction_results import (
     check_classes,
     classes_per_row,
 )
+from vit.process_resources import usable_cores
 from vit.text import Notify, printable
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from torch import Tensor
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings
 from vit.config.settings import split_settings
-from vit.cpu_cores import usable_cores
 from vit.data.checks.dataset_check import StageProgress
 from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.checks.image_stats import ImageStats, compute_stats
@@ -37,6 +36,7 @@ from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE, kmeans
 from vit.inference.label_errors import BLOCK, SAME, neighbours
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.prediction_results import write_review_list
+from vit.process_resources import usable_cores
 from vit.text import Notify, ignore, plural, printable
 
 ORDERS = ("typical", "uncertain")

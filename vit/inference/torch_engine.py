@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from vit.config import ModelConfig
 from vit.config.inference_config import InferenceConfig
-from vit.cpu_cores import usable_cores
 from vit.data.image_objects import ImageInput
 from vit.data.preprocessing import AnyImage
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
@@ -42,6 +41,7 @@ from vit.precision import (
     resolve_precision,
     should_benchmark_bf16,
 )
+from vit.process_resources import usable_cores
 from vit.tasks.task import calibrated_activation, get_task
 from vit.text import Notify, printable
 from vit.weights.adapt_weights import change_patches

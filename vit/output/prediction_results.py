@@ -24,7 +24,7 @@ from vit.output.output_file import open_output, resolve_link
 from vit.text import BOM, csv_mark, csv_text, plural, printable
 
 if TYPE_CHECKING:
-    from vit.data.image_formats import Array
+    from vit.data.instrument_images import Array
     from vit.generation.generation_config import Caption
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,

@@ -27,8 +27,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from vit.cpu_cores import usable_cores
 from vit.errors import BadImage
+from vit.process_resources import usable_cores
 from vit.serving.served_model import ServedModel, Upload
 from vit.serving.server_config import RequestError
 from vit.serving.server_metrics import ServerMetrics

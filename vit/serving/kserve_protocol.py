@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.image_formats import Array
 from vit.data.image_io import EncodedImage
+from vit.data.instrument_images import Array
 from vit.errors import BadImage
 from vit.inference.predictor import ranked_classes
 from vit.output.prediction_results import to_json

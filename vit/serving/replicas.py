@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vit.cpu_cores import usable_cores
 from vit.errors import ConfigError, VitError
+from vit.process_resources import usable_cores
 from vit.serving.http_server import RunningServer, ServerError, bind, serve
 from vit.serving.server_config import ServerConfig
 from vit.serving.server_metrics import SHARED_FOLDER, forget_process

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vit.data.image_formats import Array
 from vit.data.image_io import EncodedImage
+from vit.data.instrument_images import Array
 from vit.errors import BadImage, ConfigError, VitError
 from vit.exported.engine import select_engine
 from vit.inference.predictor import Predictor, model_files

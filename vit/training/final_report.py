@@ -27,10 +27,10 @@ from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import Task, get_task
 from vit.training.checkpoint.run_folder import lock_folder, require_held_out
-from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import inference_precision, make_accelerator
 from vit.training.logging.environment import read_environment
 from vit.training.logging.training_progress import notify
+from vit.training.settings_from_data import prepare_data
 from vit.training.teacher import with_teacher
 from vit.training.training_context import TrainingContext
 from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers

@@ -41,7 +41,6 @@ from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, plural
-from vit.training.data_setup import check_channels, list_data, open_data, refuse_for_channels
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
@@ -79,6 +78,12 @@ from vit.training.plan_weights import (
     license_name,
     plan_after_pretraining,
     plan_weights,
+)
+from vit.training.settings_from_data import (
+    check_channels,
+    list_data,
+    open_data,
+    refuse_for_channels,
 )
 from vit.training.training_speed import (
     HEADROOM,

@@ -35,7 +35,6 @@ from vit.training.checkpoint.run_folder import (
     with_stored_settings,
     write_new_run,
 )
-from vit.training.data_setup import check_channels, prepare_data
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.finetune_settings import complete_for_weights, wants_other_vocabulary
@@ -54,6 +53,7 @@ from vit.training.plan import (
     with_planned_cache,
 )
 from vit.training.plan_rules import Plan
+from vit.training.settings_from_data import check_channels, prepare_data
 from vit.training.setup import make_network, make_training
 from vit.training.teacher import with_teacher
 from vit.training.time_budget import TimeBudget, fit_time

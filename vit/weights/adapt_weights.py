@@ -32,7 +32,7 @@ from vit.model.relative_position_bias import PREFIX_ROWS, resize_bias_table
 from vit.text import join_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import BIAS_TABLE, PATCH_WEIGHT, State
-from vit.weights.formats.timm_config import first_convolution
+from vit.weights.formats.timm_config_writer import first_convolution
 from vit.weights.saved_model import LoadedRun, split_decoder
 from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upcycled, upcycle
 

@@ -36,7 +36,7 @@ from vit.weights.adapt_weights import fit_preprocessing
 from vit.weights.formats.huggingface_config import processor_notes
 from vit.weights.formats.huggingface_writer import write_huggingface
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.timm_config import (
+from vit.weights.formats.timm_config_writer import (
     incompatibility_remedy,
     timm_config,
     timm_incompatibility,

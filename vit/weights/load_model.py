@@ -19,7 +19,7 @@ from vit.config.presets import find_presets
 from vit.config.setting_layers import model_settings, read_settings
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
-from vit.json_files import read_json
+from vit.json_reader import read_json
 from vit.model.build import meta_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import Notify, join_names, print_to_stderr

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from vit.config.collect_settings import FOLDS_FILE, SOUP_FOLDER
 from vit.config.setting_layers import RUNS
 from vit.errors import WeightsError
-from vit.json_files import open_file, read_json
+from vit.json_reader import open_file, read_json
 from vit.paths import did_you_mean, path_argument
 from vit.text import join_names, printable
 from vit.weights import hub

@@ -27,7 +27,7 @@ from vit.config.training_config import TASKS
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
 from vit.errors import RunError, WeightsError
-from vit.json_files import read_bytes
+from vit.json_reader import read_bytes
 from vit.model.build import check_fit, meta_model
 from vit.model.feature_distance import FeatureDistance
 from vit.model.vision_transformer import VisionTransformer
@@ -35,7 +35,7 @@ from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT
-from vit.weights.formats.timm_config import UNKNOWN_ARCHITECTURE, timm_config
+from vit.weights.formats.timm_config_writer import UNKNOWN_ARCHITECTURE, timm_config
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
 CONFIG_FILE = "config.json"

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.errors import WeightsError
-from vit.json_files import open_file, read_json
+from vit.json_reader import open_file, read_json
 from vit.text import join_names
 from vit.weights.formats.state_dict_names import WRAPPERS, wrapper_prefix
 from vit.weights.safetensors_io import read_any_tensors

@@ -12,8 +12,8 @@ from tests.data.sources.conftest import opened, pack
 from vit.commands.main import main
 from vit.data.checks.check_listing import list_dataset
 from vit.data.checks.dataset_check import check_dataset
+from vit.data.sources.dataset_problem import KINDS, Problem, shared_property
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.problems import KINDS, Problem, shared_property
 from vit.errors import ConfigError, DataError
 
 NAMES = [f"{label}/{number}.png" for label in "ab" for number in range(4)]

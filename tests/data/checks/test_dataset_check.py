@@ -24,8 +24,8 @@ from vit.data.checks.duplicates import (
     near_duplicate_problem,
 )
 from vit.data.checks.image_stats import ImageStats, compute_stats
+from vit.data.sources.dataset_problem import KINDS, problem_kind
 from vit.data.sources.dataset_warnings import equal_files
-from vit.data.sources.problems import KINDS, problem_kind
 
 SPLIT = {"train/a": 12, "train/b": 12, "val/a": 3, "val/b": 2}
 

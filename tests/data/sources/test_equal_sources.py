@@ -9,8 +9,8 @@ import torch
 from tests.data.conftest import draw
 from vit.config.setting_layers import make_config
 from vit.data.sources.dataset_export import export_data
-from vit.training.data_setup import prepare_data
 from vit.training.distributed.devices import make_accelerator
+from vit.training.settings_from_data import prepare_data
 from vit.training.setup import make_training
 from vit.training.train import train
 from vit.training.training_loaders import training_loader

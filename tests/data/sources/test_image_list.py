@@ -18,7 +18,7 @@ from vit.data.sources.list_columns import cell_group
 from vit.data.sources.open_dataset import list_images, locate_in_lists, open_eval_split
 from vit.errors import ConfigError, DataError
 from vit.text import csv_text
-from vit.training.data_setup import scan_headers
+from vit.training.settings_from_data import scan_headers
 
 NAMES = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
 ROWS = [(name, name[0]) for name in NAMES]

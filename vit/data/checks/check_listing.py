@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vit.data.sources.dataset_problem import LOCATED, SHOWN, Problem
 from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, validation_split
 from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
-from vit.data.sources.problems import LOCATED, SHOWN, Problem
 from vit.text import join_names, printable
 
 LABELS = ("two_labels", "near_two_labels", "suspected_label")

@@ -21,9 +21,7 @@ from vit.data.checks.image_stats import (
 )
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
-from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.dataset_warnings import class_problems, undecodable_error
-from vit.data.sources.problems import (
+from vit.data.sources.dataset_problem import (
     KINDS,
     SHOWN,
     SKIPPABLE,
@@ -31,6 +29,8 @@ from vit.data.sources.problems import (
     problem_kind,
     shared_property,
 )
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.dataset_warnings import class_problems, undecodable_error
 from vit.data.sources.train_val_split import find_groups, group_notes
 from vit.text import Notify, plural, printable
 

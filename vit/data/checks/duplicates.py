@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.cpu_cores import usable_cores
 from vit.data.checks.check_listing import ListedImage
 from vit.data.checks.image_stats import CHROMA_SIDE, THUMBNAIL_SIDE, ImageStats
+from vit.data.sources.dataset_problem import Problem
 from vit.data.sources.dataset_warnings import compare_origins
-from vit.data.sources.problems import Problem
+from vit.process_resources import usable_cores
 from vit.text import printable
 
 SplitAndClasses = Mapping[str, tuple[str, tuple[str, ...]]]

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.cpu_cores import usable_cores
 from vit.data.archives import content_digest
 from vit.data.image_io import (
     MAX_PIXELS,
@@ -36,6 +35,7 @@ from vit.data.image_io import (
 )
 from vit.errors import BadImage, DataError
 from vit.paths import user_cache
+from vit.process_resources import usable_cores
 from vit.text import printable
 
 VERSION = 4

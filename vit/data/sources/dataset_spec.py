@@ -8,7 +8,7 @@ from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
 from vit.data.sources import builtin_datasets
-from vit.data.sources.problems import Problems
+from vit.data.sources.dataset_problem import Problems
 from vit.errors import ConfigError, DataError
 from vit.paths import did_you_mean, is_run_folder, path_argument
 from vit.text import nearest

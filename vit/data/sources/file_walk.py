@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from vit.data.image_io import read_header
-from vit.data.sources.problems import Problem
+from vit.data.sources.dataset_problem import Problem
 from vit.errors import BadImage, DataError
 from vit.paths import is_run_folder
 from vit.text import join_names, plural, printable
@@ -59,7 +59,7 @@ LEFT_OUT = {
     "not_a_file": "left out special files (pipes, broken links)",
     "loose_picture": "left out images that lie in no class folder",
 }
-"""Kind, as in vit.data.sources.problems -> what `FolderWalker.notes` says of it."""
+"""Kind, as in vit.data.sources.dataset_problem -> what `FolderWalker.notes` says of it."""
 
 
 def _is_marked(folder: str) -> bool:

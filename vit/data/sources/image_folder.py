@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
+from vit.data.sources.dataset_problem import Problem, skip_or_raise
 from vit.data.sources.dataset_spec import (
     LAYOUT,
     SPLIT_NAMES,
@@ -25,7 +26,6 @@ from vit.data.sources.dataset_spec import (
     resolve_folder,
 )
 from vit.data.sources.file_walk import FolderWalker, has_image
-from vit.data.sources.problems import Problem, skip_or_raise
 from vit.errors import DataError
 from vit.text import join_names, plural, printable
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources.dataset_problem import Problem, Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_name_lookup import folder_names
 from vit.data.sources.list_columns import (
@@ -54,7 +55,6 @@ from vit.data.sources.list_files import (
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
-from vit.data.sources.problems import Problem, Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
 from vit.text import plural, printable, without_formula_guards

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from vit.data.archives import TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.sources.dataset_problem import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
 from vit.data.sources.file_walk import (
     IMAGE_SUFFIXES,
@@ -40,7 +41,6 @@ from vit.data.sources.list_columns import (
     drop_uncaptioned,
     find_column,
 )
-from vit.data.sources.problems import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.table_reader import parse_json, whole_text
 from vit.errors import DataError
 from vit.text import join_names, plural, printable

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from vit.atomic_files import explain_write_errors
-from vit.cpu_cores import usable_cores
 from vit.event_log import read_event_log
+from vit.process_resources import usable_cores
 from vit.text import printable
 from vit.version import __version__
 

@@ -30,7 +30,7 @@ from vit.weights.formats.huggingface_config import (
 )
 from vit.weights.formats.huggingface_weights import TensorNames, tensor_names
 from vit.weights.formats.state_dict_names import PATCH_WEIGHT, State
-from vit.weights.formats.timm_config import incompatibility_remedy, unsupported_setting
+from vit.weights.formats.timm_config_writer import incompatibility_remedy, unsupported_setting
 
 MAX_MLP_RATIO = 64
 Traits = dict[str, Any]

@@ -44,7 +44,7 @@ from vit.weights.formats.state_dict_names import (
     rename_timm,
     square_side,
 )
-from vit.weights.formats.timm_config import CONV_STEM
+from vit.weights.formats.timm_config_writer import CONV_STEM
 
 MODULES = (
     *("vision_transformer", "deit", "eva", "beit"),

@@ -14,7 +14,7 @@ from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.model.build import build_classifier, meta_model
 from vit.weights.adapt_weights import SETTINGS_WITHOUT_TENSORS
-from vit.weights.formats.timm_config import mlp_ratio, timm_config, timm_incompatibility
+from vit.weights.formats.timm_config_writer import mlp_ratio, timm_config, timm_incompatibility
 from vit.weights.formats.timm_weights import read_timm
 from vit.weights.saved_model import save_model, to_timm
 

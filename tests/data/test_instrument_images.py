@@ -18,7 +18,7 @@ import pytest
 import tifffile
 from PIL import Image
 
-from vit.data import image_formats, image_io
+from vit.data import image_io, instrument_images
 from vit.data.image_io import EncodedImage, check_header, read_header, read_image, read_intensities
 from vit.errors import BadImage
 
@@ -282,7 +282,7 @@ EXTRA = r"pip install 'vit-toolkit\[tiff\]', or save it (with Deflate|without on
 )
 def test_without_imagecodecs_the_remedy_is_named(write, monkeypatch, values, settings, name):
     path = write(values, **settings)
-    monkeypatch.setattr(image_formats, "has_imagecodecs", lambda: False)
+    monkeypatch.setattr(instrument_images, "has_imagecodecs", lambda: False)
     assert re.fullmatch(f"{name}: {EXTRA}", refusal(path))
 
 
@@ -312,7 +312,7 @@ def overwrite(path: Path, tag: str, index: int, value: int) -> None:
 @pytest.mark.parametrize("codecs", [False, True])
 def test_a_strip_that_holds_more_than_its_size_is_refused(write, monkeypatch, codecs):
     path = write(U2, compression="deflate")
-    monkeypatch.setattr(image_formats, "has_imagecodecs", lambda: codecs)
+    monkeypatch.setattr(instrument_images, "has_imagecodecs", lambda: codecs)
     assert np.array_equal(read_intensities(path)[..., 0], U2)
     bomb = zlib.compress(bytes(50_000_000))
     overwrite(path, "StripOffsets", 0, path.stat().st_size)
