@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 import vit
-from vit.data.archives import relative
 from vit.data.dataset_types import Splits
+from vit.data.image_archives import relative
 from vit.data.sources.open_dataset import open_splits
 from vit.inference.predictor import Predictor
 from vit.inference.suggest import (

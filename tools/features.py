@@ -181,7 +181,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Tar shards",
-        "data/sources/tar_shards data/archives",
+        "data/sources/tar_shards data/image_archives",
         *("", TASKS, "shards"),
         tests="training/test_training_from_shards",
     ),
@@ -272,7 +272,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Compare networks",
         "inference/compare evaluation/paired_comparison evaluation/exact_tests "
-        "evaluation/metric_table commands/compare_command",
+        "evaluation/metric_rows commands/compare_command",
         *("compare", LABELS, DATA, "torch onnx openvino"),
         "evaluation/test_comparison_page",
     ),

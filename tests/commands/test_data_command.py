@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from vit.commands.main import main
-from vit.data.archives import open_binary
+from vit.data.image_archives import open_binary
 from vit.data.sources.dataset_export import MARKER_FILE
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits, read_source

@@ -12,7 +12,7 @@ import PIL
 import pytest
 from PIL import Image
 
-from vit.data import archives, image_io
+from vit.data import image_archives, image_io
 from vit.data.image_io import (
     FORMATS,
     check_header,
@@ -472,7 +472,7 @@ def test_decompression_bombs_are_refused_before_decoding(write, side):
 def test_an_oversized_file_is_refused_before_reading(tmp_path):
     path = tmp_path / "sparse.jpg"
     with open(path, "wb") as file:
-        file.truncate(archives.MAX_BYTES + 1)
+        file.truncate(image_archives.MAX_BYTES + 1)
     assert "bytes are more than the limit" in refusal(path)
 
 

@@ -156,7 +156,7 @@ def test_what_comes_there_during_a_copy_stays(tmp_path, input_images, monkeypatc
         shutil.copyfile(source, target)
         (folder / "1.jpg").write_text("of another job")
 
-    monkeypatch.setattr("vit.data.archives.shutil.copy2", copy)
+    monkeypatch.setattr("vit.data.image_archives.shutil.copy2", copy)
     with pytest.raises(RunError, match="is there and is not"):
         sorter(0, answers(input_images)[0])
     assert os.listdir(folder) == ["1.jpg"]

@@ -16,7 +16,7 @@ from vit.commands.command_parser import (
 )
 from vit.config import SourceConfig
 from vit.config.inference_config import EvaluationConfig, InferenceConfig
-from vit.evaluation.metric_table import metric_of, metric_rows
+from vit.evaluation.metric_rows import metric_of, metric_rows
 from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
 from vit.text import percent, plural, printable

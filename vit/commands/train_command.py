@@ -207,7 +207,7 @@ def cross_validate(
 
 def format_folds(record: Mapping[str, Any]) -> str:
     """Text of the scores of all folds, with mean and interval."""
-    from vit.evaluation.metric_table import METRICS
+    from vit.evaluation.metric_rows import METRICS
 
     rows = [(f"fold {fold}", scores) for fold, scores in record["scores"].items()]
     metrics = {name: METRICS[name] for name in FOLD_SCORES if name in record["mean"]}

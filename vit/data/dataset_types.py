@@ -21,7 +21,7 @@ class Sample:
     """An image with its class index, its captions, or its multi-label class indices."""
 
     path: str
-    """A file, or an address inside a file; see vit.data.archives."""
+    """A file, or an address inside a file; see vit.data.image_archives."""
     label: int
     captions: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()

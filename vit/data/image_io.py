@@ -36,7 +36,7 @@ import simplejpeg
 from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
 
 from vit.config.data_config import DataConfig
-from vit.data.archives import MAX_BYTES, is_inside, open_member, split_address
+from vit.data.image_archives import MAX_BYTES, is_inside, open_member, split_address
 from vit.data.instrument_images import (
     MAX_CHANNELS,
     Array,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from vit.evaluation.metric_table import metric_of
+from vit.evaluation.metric_rows import metric_of
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Marks of an axis of shares."""

@@ -19,7 +19,7 @@ from vit.evaluation.classification_metrics import (
 )
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings, counted_findings
 from vit.evaluation.html_page import render_page, thumbnails
-from vit.evaluation.metric_table import metric_rows
+from vit.evaluation.metric_rows import metric_rows
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
 from vit.evaluation.temperature_scaling import MIN_IMAGES

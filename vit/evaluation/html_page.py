@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vit.data.archives import relative
+from vit.data.image_archives import relative
 from vit.data.image_io import read_image
 from vit.errors import BadImage
 from vit.text import (

@@ -31,7 +31,7 @@ from vit.config.setting_layers import all_settings, read_stored_settings, settin
 from vit.config.settings import as_typed
 from vit.errors import ConfigError, RunError
 from vit.evaluation.exact_tests import wilson_interval
-from vit.evaluation.metric_table import metric_of
+from vit.evaluation.metric_rows import metric_of
 from vit.event_log import (
     METRICS_FILE,
     Event,

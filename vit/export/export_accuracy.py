@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vit.data.dataset_types import Sample
 from vit.errors import BadImage, DataError, VitError
-from vit.evaluation.metric_table import metric_of
+from vit.evaluation.metric_rows import metric_of
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.tasks.task import calibrated_activation, get_task
 from vit.text import Notify, format_clock, percent

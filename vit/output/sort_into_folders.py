@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from vit.data.archives import copy_out, is_inside, same_bytes
+from vit.data.image_archives import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction

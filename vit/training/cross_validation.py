@@ -39,7 +39,7 @@ from vit.config.stored_config import PATHS, has_stored_config, located, stored_c
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError, RunError
 from vit.evaluation.exact_tests import wilson_interval
-from vit.evaluation.metric_table import metric_of
+from vit.evaluation.metric_rows import metric_of
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
     WEIGHTS,

@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.archives import relative
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits
+from vit.data.image_archives import relative
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
 from vit.model.vision_transformer import VisionTransformer

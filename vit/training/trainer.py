@@ -17,7 +17,7 @@ from vit.data.dataset_types import Splits
 from vit.errors import BadImage
 from vit.stop_signals import Interrupted
 from vit.text import quoted
-from vit.training.checkpoint.best_epochs import BestEpochs, average_best_epochs
+from vit.training.checkpoint.best_epoch_soup import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint.checkpoint_writer import CheckpointWriter
 from vit.training.checkpoint.run_folder import train_on, write_config

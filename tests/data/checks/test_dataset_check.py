@@ -191,7 +191,7 @@ def reasons(file: Path) -> list[str]:
 def test_every_reason_of_a_bad_image_has_a_problem_kind():
     folder = Path(image_io.__file__).parent
     kinds: dict[str, set[str]] = {}
-    for file in ("image_io.py", "archives.py"):
+    for file in ("image_io.py", "image_archives.py"):
         for reason in reasons(folder / file):
             kinds.setdefault(problem_kind(reason), set()).add(reason)
     assert kinds["empty_file"] == {"an empty file (0 bytes)"}

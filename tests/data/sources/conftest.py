@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vit.data.archives import open_binary, relative
 from vit.data.dataset_types import Sample, Splits
+from vit.data.image_archives import open_binary, relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.data.sources.train_val_split import Fold

@@ -9,8 +9,8 @@ import pytest
 from tests.data.sources import conftest
 from tests.data.sources.conftest import coco, pack, plant, read_samples
 from vit.commands.main import main
-from vit.data.archives import relative
 from vit.data.checks.dataset_check import check_dataset
+from vit.data.image_archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_eval_split
 from vit.data.sources.train_val_split import Fold

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.data.sources.conftest import plant, png
-from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.image_archives import relative
 from vit.data.sources.dataset_export import (
     UniqueNames,
     class_folders,

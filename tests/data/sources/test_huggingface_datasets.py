@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.sources.conftest import names, opened, png, read_samples
-from vit.data.archives import open_member, relative, size_of
+from vit.data.image_archives import open_member, relative, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_export import export_data
 from vit.data.sources.dataset_spec import DatasetSpec

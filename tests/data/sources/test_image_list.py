@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests.data.sources import conftest
 from tests.data.sources.conftest import names, noted
-from vit.data.archives import relative
 from vit.data.checks.check_listing import list_dataset
+from vit.data.image_archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.file_walk import FolderWalker
 from vit.data.sources.list_columns import cell_group

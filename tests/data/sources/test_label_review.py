@@ -6,8 +6,8 @@ import tarfile
 import pytest
 
 from tests.data.sources.conftest import opened, plant, png
-from vit.data.archives import relative
 from vit.data.dataset_types import NO_LABEL
+from vit.data.image_archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.label_review import review_names
 from vit.data.sources.open_dataset import open_splits, read_source

@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.data.sources.conftest import names, noted, opened, plant, png
 from vit.config import DataConfig
-from vit.data.archives import relative
+from vit.data.image_archives import relative
 from vit.data.sources import file_walk, list_files, open_dataset, tar_shards
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import list_images, open_eval_split, refuse_captions

@@ -14,8 +14,8 @@ import pytest
 
 from tests.data.sources import conftest
 from tests.data.sources.conftest import names, pack, plant, png, read_samples, tar_of
-from vit.data import archives
-from vit.data.archives import is_inside, open_member, read_index, size_of
+from vit.data import image_archives
+from vit.data.image_archives import is_inside, open_member, read_index, size_of
 from vit.data.image_io import check_header, read_image
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import equal_files
@@ -122,12 +122,12 @@ def test_an_address_is_read_like_a_file(pair):
 
 
 def test_a_shard_is_read_by_many_threads_and_processes(pair, monkeypatch):
-    monkeypatch.setattr(archives, "MAX_OPEN_SHARDS", 2)
+    monkeypatch.setattr(image_archives, "MAX_OPEN_SHARDS", 2)
     paths = [sample.path for sample in opened(pair[1]).train] * 20
     expected = [read_member(path) for path in paths]
     with ThreadPoolExecutor(8) as pool:
         assert [*pool.map(read_member, paths)] == expected
-    assert len(archives._OPEN) <= 3
+    assert len(image_archives._OPEN) <= 3
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map(size_of, paths[:9]) == [*map(len, expected[:9])]
     with ThreadPoolExecutor(1) as pool:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.data.sources.conftest import opened
-from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.image_archives import relative
 from vit.data.sources import train_val_split
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.train_val_split import (

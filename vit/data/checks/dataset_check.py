@@ -9,7 +9,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from vit.data.archives import relative
 from vit.data.checks.check_listing import ALL, DatasetListing, ListedImage, list_dataset
 from vit.data.checks.duplicates import find_duplicates
 from vit.data.checks.image_stats import (
@@ -19,6 +18,7 @@ from vit.data.checks.image_stats import (
     StatsOrReason,
     compute_all_stats,
 )
+from vit.data.image_archives import relative
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
 from vit.data.sources.dataset_problem import (

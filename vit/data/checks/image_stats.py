@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.data.archives import content_digest
+from vit.data.image_archives import content_digest
 from vit.data.image_io import (
     MAX_PIXELS,
     STACKS,

@@ -26,8 +26,8 @@ from vit.atomic_files import atomic_folder
 from vit.config import SourceConfig
 from vit.config.inference_config import accepts_settings
 from vit.config.settings import split_settings
-from vit.data.archives import open_binary, relative, split_address
 from vit.data.dataset_types import DatasetIndex, ImageFile, ImageRecord
+from vit.data.image_archives import open_binary, relative, split_address
 from vit.data.image_io import EncodedImage, check_header, read_header
 from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES

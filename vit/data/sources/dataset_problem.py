@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vit.data.archives import is_inside, relative
+from vit.data.image_archives import is_inside, relative
 from vit.errors import DataError
 from vit.text import plural, printable
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from vit.data.archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.dataset_types import ImagesByClass
+from vit.data.image_archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.sources.split_file import file_digests
 from vit.errors import BadImage
 from vit.text import is_unicode, join_names, nearest_names, plural, printable

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data import archives
+from vit.data import image_archives
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec
 from vit.data.sources.list_columns import (
@@ -281,7 +281,7 @@ def _image_paths(
         raise DataError(f"{data}: its rows are a selection; save it as Parquet first")
     tables = [file["filename"] for file in rows.cache_files]
     table_rows = [
-        (file, row) for file in tables for row in range(len(archives.open_arrow_table(file)))
+        (file, row) for file in tables for row in range(len(image_archives.open_arrow_table(file)))
     ]
     if len(table_rows) != len(rows):
         raise DataError(f"{data}: its tables do not have the declared number of rows; load it anew")

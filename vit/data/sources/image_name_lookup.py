@@ -13,8 +13,8 @@ import posixpath
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from vit.data.archives import index_of, relative, split_address
 from vit.data.dataset_types import DatasetIndex
+from vit.data.image_archives import index_of, relative, split_address
 from vit.data.sources.file_walk import IMAGE_SUFFIXES
 from vit.errors import DataError
 from vit.text import csv_text, join_names, printable

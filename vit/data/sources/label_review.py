@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.image_archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import Entry, ImageList, read_list
 from vit.data.sources.image_name_lookup import Find, index_finder

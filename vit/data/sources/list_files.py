@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit.data.archives import is_inside
+from vit.data.image_archives import is_inside
 from vit.data.sources.dataset_spec import (
     LIST_SUFFIXES,
     SPLIT_NAMES,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vit.data.archives import is_inside, relative
 from vit.data.dataset_types import (
     NO_LABEL,
     DatasetIndex,
@@ -23,6 +22,7 @@ from vit.data.dataset_types import (
     Sample,
     Splits,
 )
+from vit.data.image_archives import is_inside, relative
 from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_spec import (
     LAYOUT,

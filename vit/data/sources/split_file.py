@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.archives import MAX_BYTES, content_digest, relative, size_of
+from vit.data.image_archives import MAX_BYTES, content_digest, relative, size_of
 from vit.errors import BadImage, RunError
 from vit.text import plural
 

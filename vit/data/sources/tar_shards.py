@@ -8,7 +8,7 @@
 
 DATA is one tar, a pattern with braces or wildcards, or a folder of tars. The split is in the name
 of the shard (train-0000.tar), of its folder (train/0000.tar), or of the first folder in it
-(train/cat/0001.jpg). Shards are not unpacked; see vit.data.archives.
+(train/cat/0001.jpg). Shards are not unpacked; see vit.data.image_archives.
 
 Source: https://github.com/webdataset/webdataset
 """
@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.archives import TarIndex, index_of, read_bytes
 from vit.data.dataset_types import DatasetIndex, ImageRecord
+from vit.data.image_archives import TarIndex, index_of, read_bytes
 from vit.data.sources.dataset_problem import Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.dataset_spec import SPLIT_NAMES, TAR_SUFFIXES, DatasetSpec
 from vit.data.sources.file_walk import (

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from vit.data.archives import relative
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
+from vit.data.image_archives import relative
 from vit.data.random_seed import random_seed
 from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
 from vit.errors import ConfigError, DataError

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from vit.errors import RunError
-from vit.training.checkpoint.best_epochs import BestEpochs, Event
+from vit.training.checkpoint.best_epoch_soup import BestEpochs, Event
 from vit.training.checkpoint.checkpoint import (
     CHECKPOINTS,
     CheckpointState,

@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 from vit.atomic_files import explain_write_errors
 from vit.config import Config, ModelConfig
-from vit.data.archives import open_binary
 from vit.data.dataloader import default_workers
 from vit.data.dataset_types import Sample
+from vit.data.image_archives import open_binary
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage, DataError, RunError, WeightsError, error_text
 from vit.model.vision_transformer import VisionTransformer

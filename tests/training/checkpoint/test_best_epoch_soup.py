@@ -11,7 +11,7 @@ from vit.errors import WeightsError
 from vit.stop_signals import Interrupted
 from vit.tasks.captioning import Captioning
 from vit.tasks.classification import Classification
-from vit.training.checkpoint.best_epochs import BestEpochs, average_best_epochs
+from vit.training.checkpoint.best_epoch_soup import BestEpochs, average_best_epochs
 from vit.training.train import train
 from vit.training.validation import Validation
 from vit.weights.model_soup import average_weights
