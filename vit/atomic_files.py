@@ -94,11 +94,7 @@ def _restore(old: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | Path, needed: int = 0) -> Iterator[None]:
-    """Convert an OSError inside the `with` to a RunError that names `path` and the cause.
-
-    Args:
-        needed: Size in bytes of the file that is written; 0 if unknown.
-    """
+    """Convert an OSError inside the `with` to a RunError that names `path` and the cause."""
     try:
         yield
     except OSError as error:

@@ -41,7 +41,6 @@ class ScoreCalibration:
     """What a calibration measured.
 
     Args:
-        temperature: Divisor of the logits, above 0.
         exponent: Power of the gaps between the best logit and the others, above 0; 1 of a
             multi-label network.
         target_precision: Share of the answers from `threshold` on that is right; None of a

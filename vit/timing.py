@@ -21,7 +21,6 @@ def time_calls(
     """Seconds of each call of `work`, which has to wait for its device itself.
 
     Args:
-        repeats: Calls that are timed at most, at least one.
         warmup: Calls before those, which import, choose kernels and allocate memory.
         seconds: No further call is timed after as many.
     """

@@ -9,8 +9,7 @@ Crop, resize, mirroring, shift and blur are linear and separable, so each view i
 matrices, whatever of them it has. What it draws is that of `TrainingTransform`, from other random
 numbers; what it computes differs by rounding, and blur is Gaussian instead of close to it.
 
-Random numbers are a hash of counters, the same on every device and for any batch. Nothing here
-waits for the device, and the processor launches as much for a batch of any size.
+Nothing here waits for the device, and the processor launches as much for a batch of any size.
 """
 
 import math
@@ -63,10 +62,7 @@ class BatchedTransform:
         self.num_views = sum(len(boxes) for _, boxes in self.kinds)
 
     def floats_of(self, height: int, width: int) -> int:
-        """Numbers in the largest tensor for an image of (height, width), with all views of a kind.
-
-        That is the image, the image after one product, a view, or a matrix.
-        """
+        """Numbers in the largest tensor for an image of (height, width), with all its views."""
         most = 0
         for view, boxes in self.kinds:
             rows, cols = view.image_size
@@ -89,7 +85,6 @@ class BatchedTransform:
             pixels: RGB, (images, height, width, 3) uint8; what is beyond an image's own size is
                 not read.
             sizes: (height, width) of each, (images, 2).
-            seeds: From `seeds`, on the device of the pixels.
 
         Returns:
             (images, 3, *image_size) uint8 in channels-last memory format.
@@ -260,7 +255,6 @@ def axis_matrix(
 
     Args:
         start, length: The part, in pixels, (images,).
-        size: Pixels of each image, (images,).
         extent: Pixels of the axis, at least `size`.
         flip: Which are mirrored, (images,); None: none is.
         shift: By how many pixels each is moved, whole numbers, (images,); None: by none.

@@ -1,12 +1,5 @@
 """Common corruptions of images, of five severities, to measure how robust a network is.
 
-    gaussian_noise   normal noise of a standard deviation, a share of white
-    gaussian_blur    standard deviation in pixels, at a short side of 224
-    jpeg             quality of a JPEG
-    brightness       added to the value of HSV, a share of white
-    contrast         factor of the distance from the mean colour
-    rotation         degrees, to the left or to the right
-
 An image is corrupted after it was reduced to the size that is cropped for the network, so that a
 severity means the same for photographs of any size; a smaller one as it is.
 

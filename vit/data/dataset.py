@@ -60,10 +60,7 @@ class Batch(NamedTuple):
 
 
 class ImageDataset(Dataset[Batch]):
-    """Reads, augments and stacks the images of one micro-batch.
-
-    The image size of `transform_for(epoch)` may change from epoch to epoch.
-    """
+    """Reads, augments and stacks the images of one micro-batch."""
 
     def __init__(
         self,

@@ -12,9 +12,6 @@ Repeated augmentation: a batch has batch_size / repeats different images, all of
 all of them again, so that devices and neighbours, which MixUp pairs, get different images. An epoch
 keeps its number of steps and sees 1 / repeats of the images. Source: Hoffer et al.,
 arXiv:1901.09335; epochs as in Berman et al., section 3.2, arXiv:1902.05509.
-
-Class balancing: an epoch has equally many images of each class. The images of a class are shuffled,
-and all of them are used before one is repeated.
 """
 
 from collections.abc import Iterator
@@ -46,7 +43,6 @@ class MicroBatchSampler:
 
     Args:
         batch_size: Images per optimiser step, over all devices and micro-batches.
-        epoch_steps: Steps per epoch; None for one pass over the samples.
     """
 
     count: int

@@ -71,7 +71,6 @@ class AccuracySlice:
     """Right answers in a slice, and in all other images whose value of the feature is known.
 
     Args:
-        interval: 95 % interval of the share that is right in the slice.
         p_value: Of Fisher's exact test against a slice that is as accurate or more; None of too
             few groups.
     """

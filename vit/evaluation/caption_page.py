@@ -126,11 +126,7 @@ def count_words(captions: Iterable[str]) -> dict[str, float]:
 def choose_examples(
     images: Sequence[CaptionedImage], facts: RunFacts
 ) -> dict[str, list[tuple[Thumbnail | None, CaptionedImage, float]]]:
-    """Examples with their ROUGE-L by title: some drawn by chance, the best and the worst.
-
-    The best are those of the highest ROUGE-L, of equal ones those of the lowest loss. Images that
-    cannot be read are left out.
-    """
+    """Examples with their ROUGE-L by title: some drawn by chance, the best and the worst."""
     fits = [rouge_l(words(one.caption), [*map(words, one.references)]) for one in images]
     order = sorted(
         range(len(images)), key=lambda index: (-fits[index], images[index].loss, images[index].path)

@@ -103,8 +103,6 @@ def summarize(
 ) -> dict[str, Any]:
     """Scores of at least one image, as plain numbers that JSON takes; shares are in [0, 1].
 
-    The interval of top-1 takes `groups` of images as independent, if given.
-
     Classes that the data lacks follow scikit-learn's defaults: `macro_f1` is the mean over the
     classes that occur among labels or answers, `balanced_accuracy` over those among labels; an
     undefined precision, recall or f1 is 0. `per_class` lists every class of the model; one
@@ -141,11 +139,7 @@ def summarize(
 
 
 def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[str, Interval]:
-    """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval.
-
-    None of fewer than 5 wrong answers or 20 groups, and those of balanced accuracy and macro F1
-    also of fewer than 5 right answers or 20 images a class.
-    """
+    """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval."""
     labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)
     right = (outcomes.ranks == 0).double()
     loss = -outcomes.likelihoods.clamp(min=LEAST).log()

@@ -185,10 +185,7 @@ def multilabel_calibration(outcomes: MultilabelOutcomes) -> dict[str, Any]:
 def multilabel_mistakes(
     outcomes: MultilabelOutcomes, facts: RunFacts
 ) -> tuple[int, list[dict[str, Any]]]:
-    """How many images have a wrong decision, and those whose worst is farthest from its threshold.
-
-    Of an image, only the worst decision is shown.
-    """
+    """How many images are wrong, and those whose worst decision is farthest from its threshold."""
     limits = torch.tensor(outcomes.thresholds, dtype=torch.float64)
     predicted = outcomes.probabilities >= limits
     wrong = predicted != outcomes.targets.bool()

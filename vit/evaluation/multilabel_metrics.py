@@ -247,11 +247,7 @@ def summarize_multilabel(
 def multilabel_intervals(
     probabilities: Tensor, targets: Tensor, decisions: Tensor, groups: Tensor | None = None
 ) -> dict[str, Interval]:
-    """Intervals of scores that `summarize_multilabel` returns, as NAME_interval.
-
-    None of fewer than 5 images with a wrong decision, or of fewer than 20 groups; that of micro F1
-    also of fewer than 5 images with a class that is found.
-    """
+    """Intervals of scores that `summarize_multilabel` returns, as NAME_interval."""
     probabilities, truth = probabilities.double(), targets.double()
     inside = probabilities.clamp(LEAST, 1 - 2**-53)
     loss = F.binary_cross_entropy(inside, truth, reduction="none").mean(dim=1)

@@ -435,11 +435,7 @@ def read_summary(
 
 
 def summarize_run(events: Sequence[Event], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of summary.json: what a run has reached so far; {} before its first epoch.
-
-    `interval` is there where the score is a share of independent images (Wilson's), and
-    `best_epoch` where the weights are those of an epoch, not an average of several.
-    """
+    """The content of summary.json: what a run has reached so far; {} before its first epoch."""
     epochs = [event for event in events if event["event"] == "epoch"]
     chosen, best = saved_event(events), best_epoch(epochs)
     if chosen is None or best is None:

@@ -79,7 +79,6 @@ def fit_temperature(
     """Fit a scaling, and measure by cross-fitting whether it is worth having.
 
     Args:
-        logits: (images, classes).
         targets: Labels, (images,); or of a multi-label network multi-hot rows, (images, classes),
             whose sigmoids have no exponent.
         groups: The group of each image, (images,), such as a patient, all of whose images are in
@@ -171,10 +170,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> float:
 
 
 def _root(slope: Callable[[float], tuple[float, ...]], *, start: float = 1.0) -> float:
-    """The scale where a rising `slope`, given with its derivative, is 0; Newton's method.
-
-    A step that leaves the bracket is replaced by the geometric mean of its ends.
-    """
+    """The scale where a rising `slope`, given with its derivative, is 0; Newton's method."""
     low, high, scale = 1 / LARGEST_SCALE, LARGEST_SCALE, start
     for _ in range(STEPS):
         value, rise = slope(scale)

@@ -71,10 +71,7 @@ def compare(
     samples: Sequence[Sample],
     notify: Notify = lambda _line: None,
 ) -> Accuracy:
-    """Accuracy of `run` in float32, and of the file that `session` computes.
-
-    `notify` is called every `SECONDS` with what is done and the time that is left.
-    """
+    """Accuracy of `run` in float32, and of the file that `session` computes."""
     task = get_task(run.task_name)
     ours: list[Array] = []
     theirs: list[Array] = []

@@ -71,7 +71,6 @@ def quantize(content: bytes, images: Sequence[Array], *, static: bool = False) -
     """Quantize the matrix products of a graph; inputs and outputs stay the same.
 
     Args:
-        content: A float32 ONNX graph of `vit export`.
         images: Calibration images, uint8 (height, width, 3) of any size, at least MIN_IMAGES.
             Without any, weights are rounded to the nearest; `static` needs them.
     """
@@ -475,7 +474,6 @@ def gptq(weights: Array, scales: Array, moments: Array) -> Array:
     -127 to 127.
 
     Args:
-        weights: (in, out)
         moments: XᵀX of the inputs, (in, in); inputs that are always 0 are rounded to the nearest.
 
     Source: Frantar et al., section 3, arXiv:2210.17323 (with the largest inputs first).

@@ -44,10 +44,7 @@ class Engine(Protocol):
     Attributes:
         shares: Whether scores of classes are probabilities, which tables show in percent.
         thresholds: Probability from which on each class is named, of a multi-label network.
-        calibration: Calibration of the scores; None for raw scores.
         n_best: Captions of an image; 0 of a classifier.
-        exported: Whether it is a file of `vit export`.
-        keep_aspect: Whether images keep their aspect ratio.
         whole_images: Whether the network resizes images itself, and until then they are in memory
             as they are.
         reads_and_computes: Whether each thread of the pool reads and computes whole batches; else

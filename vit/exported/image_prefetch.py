@@ -51,10 +51,6 @@ DECODED_PIXELS = PixelBudget()
 class ImageReader:
     """Reads and prepares one image; thread-safe.
 
-    Args:
-        prepare: Makes of an upright image what the network takes.
-        preprocessing: Reads images.
-
     Attributes:
         transform: Applied to each decoded image, if set.
         observe: Called with the name of each image, its (width, height), its file format and the

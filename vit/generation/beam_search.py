@@ -146,11 +146,7 @@ def beam_search(
     search: Search,
     device: torch.device | str,
 ) -> list[list[Hypothesis]]:
-    """The best hypotheses of each row; rows that are complete leave the batch at once.
-
-    The decoder has one row for each image at first, then `beams` of them, or fewer with a small
-    vocabulary.
-    """
+    """The best hypotheses of each row; rows that are complete leave the batch at once."""
     processor = LogitsProcessor(search, end=end)
     finished = [BeamHypotheses(search) for _ in range(rows)]
     beams = Beams.start(rows)

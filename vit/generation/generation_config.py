@@ -40,13 +40,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Caption:
-    """A generated caption.
-
-    Args:
-        score: Sum of the log probabilities of its tokens, the end token included.
-        ids: Token ids, without begin and end.
-        ended: Whether it ends with the end token, not at the maximum length.
-    """
+    """A generated caption; all but its text is that of a `Hypothesis`."""
 
     text: str
     score: float

@@ -3,14 +3,7 @@
 So the top-1 of `vit evaluate` is exactly the one counted from the output of `vit predict` on the
 same files, and the captions that are scored are those that `vit predict` writes.
 
-The loss of a captioner is measured twice, as in the validation of its training:
-
-    loss           mean cross-entropy of a token of the images' first captions
-    loss_shuffled  the same captions, each paired with another image
-
-The two are equal for a decoder that ignores the images.
-
-With `out`, each image has a row in a file: its ground truth and its prediction.
+On request the metrics also have:
 
     slices         accuracy by properties of the images; vit/evaluation/accuracy_slices.py
     robustness     the score on corrupted images; vit/data/corruptions.py

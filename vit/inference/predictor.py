@@ -246,13 +246,7 @@ class Predictor:
         *,
         rows: int | None = None,
     ) -> list[ImageOutput]:
-        """Outputs of one batch.
-
-        Args:
-            first: Index of its first image in the whole list.
-            images: Images as `read` returns them.
-            rows: Size of the batch with the blank images that pad it.
-        """
+        """Outputs of one batch of images that `read` returned; arguments as for `Engine.run`."""
         output = self.engine.run(images, first=first, rows=rows)
         finite = np.isfinite(output["probabilities"]).all(axis=1)
         if (embeddings := output.get("embedding")) is not None:
@@ -349,11 +343,7 @@ def open_engine(
 def open_predictor(
     model: str, engine: str, settings: dict[str, Any], images: Sequence[str], *, explain: str | None
 ) -> Predictor:
-    """Open a model and choose its precision for `images`.
-
-    Args:
-        explain: Folder of drawings, which exported networks refuse; None for none.
-    """
+    """Open a model and choose its precision for `images`."""
     if engine != "torch" and explain is not None:
         raise ConfigError(
             f"explain={explain!r}: not supported by an exported network; give the run it was "

@@ -176,14 +176,7 @@ def serve(
     """Serve models until a signal stops it.
 
     Args:
-        models: `SOURCE` or `NAME=SOURCE` of each model: run folders, other weights, or exported
-            files; the first one is the default.
-        config: Address, access and limits.
-        engine: Engine of all models; by default the suffix of each decides.
         listener: A socket at the address, which other processes may share; its own by default.
-        notify: Called with notes.
-        on_ready: Called once it answers.
-        settings: Of vit.Predictor.
 
     Raises:
         VitError: A model, a setting or the address cannot be used.

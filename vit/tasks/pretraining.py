@@ -11,9 +11,6 @@ SimCLR, LeJEPA and DINO embed random views of each image by an encoder and a pro
     image -> global and local views in one tensor (MultiViewTransform), cut on the device
     view  -> encoder -> features -> projector -> embedding, which the loss of a method compares
 
-Their validation has fixed views: an image, its mirror image, and its four corners as local views,
-unless the method compares only the former two.
-
 The last epoch is kept: a loss without labels does not say which one is best for another task.
 """
 

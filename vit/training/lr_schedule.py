@@ -48,8 +48,6 @@ class WarmupStableDecay:
     """Linear warm-up to `peak`, constant, then linear to `least`.
 
     Args:
-        warmup_steps: Optimiser steps of warm-up; 0 for none.
-        cooldown_steps: Optimiser steps of the linear end; 0 for none.
         shares: Steps after the beginning of the cooldown, each with its share of `peak`; the rate
             is linear between them, and to `least` after them.
     """

@@ -57,9 +57,6 @@ class Muon(Optimizer):
         params: Parameters or groups of them. Those of a group with `use_fallback` go to AdamW; the
             others must be matrices (rows, cols), whole on each process.
         weight_decay: Decoupled: a step multiplies weights by 1 - lr * weight_decay.
-        momentum: Decay of the momentum of matrices, in [0, 1).
-        nesterov: Look ahead by one step of momentum, matrices only.
-        betas: Decays of AdamW's two moments, in [0, 1); nothing for matrices.
         ns_dtype: Type in which the iterations compute. By default bf16 on GPUs, as in Jordan et
             al., and float32 on CPUs, many of which are slow in bf16; always float64 for parameters
             in float64.
@@ -183,9 +180,6 @@ def orthogonalize(matrices: Tensor, coefficients: Coefficients, eps: float = 1e-
 
     Args:
         matrices: (batch, rows, cols), rows <= cols; changed in place.
-
-    Returns:
-        (batch, rows, cols).
     """
     x = matrices
     x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=eps))

@@ -88,10 +88,7 @@ def layer_of(name: str, depth: int) -> int:
 def make_optimizer(
     model: nn.Module, config: TrainingConfig, *, depth: int, precision: str = "fp32"
 ) -> Optimizer:
-    """The optimiser named in `config`, over the parameters of `model`.
-
-    AdamW is torch's, Muon our own; every other name is looked up in timm's factory.
-    """
+    """The optimiser named in `config`, over the parameters of `model`."""
     groups = parameter_groups(
         model,
         depth=depth,
@@ -147,9 +144,6 @@ def _for_muon(groups: list[dict[str, Any]], *, fallback: float = 1.0) -> list[di
 
     So do the stacked weights of experts, which timm's Muon would take for one flat matrix, and
     matrices that are too slim for it, such as those of routers to a few experts.
-
-    Returns:
-        The groups, each split in two by `use_fallback`.
 
     Source: Jordan et al., "Muon", 2024, kellerjordan.github.io/posts/muon.
     """

@@ -273,7 +273,6 @@ def settle_steps(
     settled with it: whatever follows then, the settings give all steps before the rates they had.
 
     Args:
-        step: Steps made.
         pace: Seconds that the run took so far, as a share of what was expected of it.
     """
 

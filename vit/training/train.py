@@ -300,10 +300,7 @@ def claim_run_folder(
     new: bool,
     claimed: Callable[[], None] | None = None,
 ) -> None:
-    """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl.
-
-    `claimed` is called before they are written.
-    """
+    """Lock `folder` until `stack` closes, and write settings of a new run and environment.jsonl."""
     stack.enter_context(lock_folder(folder))
     if check() == new:
         raise RunError(f"a run began in {folder} meanwhile: start again")

@@ -209,10 +209,7 @@ class Trainer:
         self.settle(budget, rate, (now - began) / expected)
 
     def settle(self, budget: TimeBudget, rate: WarmupStableDecay, pace: float) -> None:
-        """Settle the number of steps at a `pace`, as a share of what was expected.
-
-        Steps made so far do not depend on that number, so the new settings reproduce the run.
-        """
+        """Settle the number of steps at a `pace`, as a share of what was expected."""
         run, training, before = self.run, self.run.config.training, self.total_steps
         pace = max_over_processes(run.accelerator, pace)
         config = settle_steps(run.config, rate, budget, self.steps, run.step, pace, run.accelerator)

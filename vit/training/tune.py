@@ -268,7 +268,6 @@ class Search:
     """Trains trials, rung after rung.
 
     Args:
-        record: The content of tune.json.
         seconds: Time of search and final training.
         began: Start of this call, by `time.monotonic`.
     """

@@ -1,11 +1,5 @@
 """Adapts pretrained weights to another image size, patch size, channel count or set of classes.
 
-Learned position tables are interpolated bicubically, as the network does for images of another
-size; the patch projection is resized as in FlexiViT (vit/model/patch_embed.py); relative position
-biases are resized linearly, or as in BEiT; the head keeps the rows of classes with known names;
-MLPs become experts by copies (vit/weights/sparse_upcycling.py). `change_patches` builds a trained
-network for another patch size, or with token merging.
-
 Source: the code of Bao et al., "BEiT", arXiv:2106.08254; Beyer et al., "FlexiViT", section 3,
 arXiv:2212.08013; Bolya et al., "Token Merging", arXiv:2210.09461.
 """

@@ -96,10 +96,7 @@ def unreachable_reason() -> str | None:
 
 
 def download(repository: Repository, choose: Callable[[Sequence[str]], Sequence[str]]) -> Path:
-    """Snapshot folder of files of `repository` in the cache, downloaded unless already there.
-
-    The number of files and their size are printed to standard error first.
-    """
+    """Snapshot folder of files of `repository` in the cache, downloaded unless already there."""
     from huggingface_hub import HfApi, hf_hub_download
 
     with _explain_errors(repository):

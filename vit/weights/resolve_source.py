@@ -68,7 +68,6 @@ class WeightsLocation:
         config: config.json; None if a cache has only timm's weights; for "file"
             open_clip_config.json, if the weights are of OpenCLIP.
         processor: preprocessor_config.json for "huggingface"; None if missing.
-        license: License of the weights; None if unknown.
     """
 
     kind: SourceKind

@@ -83,10 +83,7 @@ class CheckReport:
         return {kind: found[kind] for kind in KINDS if kind in found}
 
     def lines(self, limit: int, *, hint: bool = True) -> list[str]:
-        """Lines for a terminal: the number of problems per kind, and the first `limit` errors.
-
-        With `hint`, a line names the flags that show all of them.
-        """
+        """Lines for a terminal: the number of problems per kind, and the first `limit` errors."""
         listing, found = self.listing, self.severities()
         splits = ", ".join(
             f"{printable(split)} {sum(one.split == split for one in listing.images):,}"

@@ -127,11 +127,8 @@ def _cannot_list(folder: str, error: OSError) -> DataError:
 class FolderWalker:
     """Lists the images under one or more folders, and records what it leaves out.
 
-    Args:
-        root: Folder that names in notes are relative to.
-
-    The other fields are records for `notes`, as names relative to `root`; `ignored_suffixes` counts
-    the suffixes of those `ignored_files` that get a note.
+    The fields besides `root` are records for `notes`, as names relative to it. `ignored_suffixes`
+    counts the suffixes of those `ignored_files` that get a note.
     """
 
     root: str

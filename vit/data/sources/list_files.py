@@ -195,10 +195,6 @@ def images_folder(
 
     It is the first that has any of the images: that of the list, the folder of COCO's layout, or
     the only sibling folder, or the working folder.
-
-    Args:
-        names: The file names in it; absolute ones are ignored.
-        notes: Receives the folder, unless it is the given one or that of the list.
     """
     relative_names = [name for name in names if not os.path.isabs(name)]
     sample = relative_names[:: max(len(relative_names) // SAMPLE, 1)]

@@ -41,9 +41,6 @@ class CheckpointWriter:
 
     At most one copy of the weights is therefore in memory; a disk slower than the training delays
     it.
-
-    Args:
-        metrics: metrics.jsonl on the main process; None on the others.
     """
 
     def __init__(

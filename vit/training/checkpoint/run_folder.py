@@ -210,11 +210,7 @@ def require_held_out(folder: Path, splits: Splits) -> None:
 
 
 def train_on(folder: Path, data: str | None = None) -> str:
-    """The remedy for a changed data set: more images or classes are learned by a new run.
-
-    Args:
-        data: The changed data; those of the run, in their place, if omitted.
-    """
+    """The remedy for a changed data set: more images or classes are learned by a new run."""
     data = stored_config(folder).data.data if data is None else data
     return (
         "train a new run, from its weights if it has any: "

@@ -2,8 +2,6 @@
 
     features = pool(forward_features(preprocessing(image)))      without augmentation
 
-The vector may also be another one, such as the answers of a teacher.
-
     CACHE/<digest of weights, preprocessing, precision>/<random name>.safetensors
         keys    (images, 32) uint8     SHA-256 of the image file
         values  (images, dim) float32
@@ -76,9 +74,7 @@ class Extractor(NamedTuple):
     """How the vector of an image is computed.
 
     Args:
-        title: What is computed, for the log.
         identity: Everything but the image that a vector depends on.
-        prepare: The input of the image in a file, uint8.
         vectors: Of the inputs of a batch, (batch, dim) float32 on the CPU.
     """
 
@@ -327,10 +323,7 @@ class FeatureStore:
         self.notify = notify
 
     def open(self) -> set[Key]:
-        """Read the vectors that are in the cache; returns their keys.
-
-        A damaged file is reported and deleted.
-        """
+        """Read the vectors that are in the cache; returns their keys."""
         found: set[Key] = set()
         with explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)

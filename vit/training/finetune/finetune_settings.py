@@ -255,10 +255,7 @@ def check_unused_settings(config: Config, method: str, usual: Mapping[str, Any])
 
 
 def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
-    """Image size of the preprocessing, which may differ from that of the position embedding.
-
-    transformers' DINOv2 has positions for 518 pixels, and preprocesses images to 224.
-    """
+    """Image size of the preprocessing, which may differ from that of the position embedding."""
     height, width = preprocessing.image_size
     fits = height == width and height % config.patch_size == 0
     return {"image_size": height} if fits else {}

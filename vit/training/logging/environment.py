@@ -42,10 +42,7 @@ def record_environment(folder: Path) -> None:
 
 
 def read_environment(folder: Path) -> list[dict[str, Any]]:
-    """The lines of environment.jsonl, oldest first; none of a run that has no such file.
-
-    A line that a killed process cut is left out.
-    """
+    """The lines of environment.jsonl, oldest first; none of a run that has no such file."""
     return read_event_log(folder / ENVIRONMENT_FILE, key="command").events
 
 

@@ -28,7 +28,6 @@ class Pretrained:
         config: Settings that match `state` exactly; `num_classes` is 0 without a head.
         linear_offsets: Whether relative position biases are resized linearly, as our networks do
             for images of another size; otherwise geometrically, as in BEiT.
-        thresholds: Decision threshold per class of a multi-label classifier, as in LoadedRun.
     """
 
     state: dict[str, Tensor]

@@ -22,9 +22,7 @@ class TimmConvStem(ConvStem):
 
     Args:
         config: Settings of the stem, with the patch size as image size.
-        img_size: Side of the images, or (height, width).
         output_fmt: NHWC or NCHW for a grid of tokens; None for a sequence.
-        kind: Device and dtype.
     """
 
     def __init__(
