@@ -25,7 +25,6 @@ import math
 import os
 import re
 import stat
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -587,8 +586,8 @@ def count_scans(data: bytes) -> int:
     return max(data.count(b"\xff\xda"), 1 + progressive)
 
 
-DEEP_COLOUR = re.compile(r"RGBA?;16[LBN]|LA;16B")
-"""Pillow's names of colours, or grey with transparency, of 16 bits; it reads the upper 8."""
+DEEP_COLOURS = ("RGB;16B", "RGBA;16B", "LA;16B")
+"""Pillow's names of the stored pixels of a PNG of 16 bits, of which it reads the upper 8."""
 ROUNDING = 0.5 / 255
 """By how much a float may leave its scale, as a share of it: half a step of 8 bits is clipped."""
 NEARLY_BLACK = 4095
@@ -599,13 +598,15 @@ INTENSITY_QUANTILES = (0.001, 0.999)
 
 def pillow_array(image: Image.Image) -> ArrayImage | None:
     """An opened image of more than 8 bits per channel with all of them; None for any other."""
+    tiles: Any = getattr(image, "tile", None)  # of a file that is not yet loaded
+    stored = tiles[0].args if tiles and image.format == "PNG" else ""
     if image.mode[0] in "IF":
         dtype = np.dtype({"I": np.int32, "F": np.float32}.get(image.mode, np.uint16))
         channels, load = 1, lambda: np.asarray(image)[..., None]
-    elif image.mode in ("RGB", "RGBA", "LA") and _is_16_bit(image):
+    elif stored in DEEP_COLOURS:
         assert isinstance(image, ImageFile.ImageFile)
         dtype = np.dtype(np.uint16)
-        channels, load = 1 if _is_grey(image) else 3, lambda: _decode_16_bit(image)
+        channels, load = 1 if stored == "LA;16B" else 3, lambda: _decode_16_bit(image, stored)
     else:
         return None
     return ArrayImage(
@@ -614,47 +615,24 @@ def pillow_array(image: Image.Image) -> ArrayImage | None:
         channels=channels,
         dtype=dtype,
         load=load,
-        alpha="straight" if image.mode in ("RGBA", "LA") else "",
+        alpha="straight" if stored in ("RGBA;16B", "LA;16B") else "",
         orientation=lambda: _orientation(image),
     )
 
 
-def _is_16_bit(image: Image.Image) -> bool:
-    tiles = getattr(image, "tile", ())  # of a file that is not yet loaded
-    return bool(tiles) and all(map(_rawmode, tiles))
-
-
-def _is_grey(image: ImageFile.ImageFile) -> bool:
-    return _rawmode(image.tile[0]).startswith("LA")
-
-
-def _rawmode(tile: Any) -> str:
-    """The raw mode of 16-bit channels; empty for any other tile."""
-    name = tile[3] if isinstance(tile[3], str) else (tile[3] or ("",))[0]
-    return name if isinstance(name, str) and DEEP_COLOUR.fullmatch(name) else ""
-
-
-def _decode_16_bit(image: ImageFile.ImageFile) -> Array:
+def _decode_16_bit(image: ImageFile.ImageFile, stored: str) -> Array:
     """Decode 16-bit colours, or grey with transparency, (height, width, channels) uint16."""
     assert image.fp is not None
-    with Image.open(io.BytesIO(read_all(image.fp)), formats=[image.format or ""]) as other:
-        if _is_grey(image):  # four bytes a pixel, which are read as if they were four channels
+    with Image.open(io.BytesIO(read_all(image.fp)), formats=["PNG"]) as other:
+        if stored == "LA;16B":  # four bytes a pixel, which are read as if they were four channels
             other._mode = "RGBA"
             other.tile = [tile._replace(args="RGBA") for tile in other.tile]
             return np.array(other).view(">u2").astype(np.uint16)
-        # Pillow unpacks one byte of two: that of the other byte order is the lower one
-        other.tile = [_with_other_byte(tile) for tile in other.tile]
+        # in the other byte order, the byte of two that Pillow unpacks is the lower one
+        other.tile = [tile._replace(args=f"{stored[:-1]}L") for tile in other.tile]
         low = np.asarray(other)
     values: Array = (np.asarray(image).astype(np.uint16) << 8) | low
     return values
-
-
-def _with_other_byte(tile: Any) -> Any:
-    name = _rawmode(tile)
-    native = "L" if sys.byteorder == "little" else "B"
-    order = name[-1].replace("N", native)
-    swapped = name[:-1] + {"L": "B", "B": "L"}[order]
-    return tile._replace(args=swapped if isinstance(tile[3], str) else (swapped, *tile[3][1:]))
 
 
 def array_to_rgb(

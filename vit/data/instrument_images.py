@@ -48,7 +48,6 @@ class ArrayImage:
         format: File format, named as Pillow names it.
         size: (width, height) as stored, before any rotation.
         channels: Without opacity.
-        dtype: Type of the values.
         load: Decodes them: (height, width, channels), and one more channel with an opacity.
         alpha: Whether colours are multiplied by the opacity, if the last channel is that.
         orientation: Reads the number of the EXIF orientation; of some formats it decodes them.

@@ -68,7 +68,6 @@ class RunRecord:
 
     Args:
         changed: Time of the last change of its metrics, in seconds since 1970.
-        settings: Its settings by name; empty if they cannot be read.
         best_epoch: The epoch of the weights, from 1; None if they are an average of several.
         metric: The score that ranked the epochs, such as `val_top1`; None before the first.
         interval: Its 95 % interval where it is a share of independent images (Wilson), else None.

@@ -218,10 +218,8 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
 
     "predictions": [{"label", "score"}], "caption", "score", and where several were requested
     "captions": [{"caption", "score"}]. A caption that did not come to its end has "ended": false.
-    Where no class was probable enough, "predictions" is an empty list. After the image come the
-    cells of a list, and in a row of an evaluation `Prediction.truth`.
-    With `reject` there is "unknown", true or false, and if true its "reason"; with `sets` the class
-    names of the "set".
+    After the image come the cells of a list, and `Prediction.truth`. With `reject` there is
+    "unknown", true or false, and its "reason"; with `sets` the class names of the "set".
     """
 
     def line(prediction: Prediction) -> str:
@@ -269,13 +267,9 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
 
     image, label_1, score_1, ..., label_K, score_K, error
 
-    Captions are image, caption, score, error, or image, caption_1, score_1, ...; where there are
-    classes too, they come after these, and their scores are called caption_score. Where an image
-    may have several classes: image, labels, scores, error, both with | between them, as lists for
-    training have them. After the image come the cells of a list, and in a row of an evaluation
-    `Prediction.truth`.
-    Before the error there is a column `unknown` with the reason, with `reject`, and one `set` with
-    | between its classes, with `sets`.
+    Captions are caption, score, or caption_1, score_1, ...; after classes, caption_score. Where an
+    image may have several classes: labels, scores, both with | between them. After the image come
+    the cells of a list, and `Prediction.truth`; before the error `unknown` and `set`.
     """
     if layout.sets or layout.multilabel:
         for name in layout.classes:
