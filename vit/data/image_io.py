@@ -673,10 +673,8 @@ def upright_rgb(
     on_dark: Callable[[int], object] | None = None,
 ) -> Image.Image:
     """Decode an opened image upright, RGB; arguments as for `read_image`."""
-    deep = image if isinstance(image, ArrayImage) else pillow_array(image)
-    if deep is not None:
-        return _turn_upright(array_to_rgb(deep, intensity_range, on_dark), _orientation(deep))
-    assert isinstance(image, Image.Image)
+    if isinstance(image, ArrayImage):
+        return _turn_upright(array_to_rgb(image, intensity_range, on_dark), _orientation(image))
     image.load()
     return _turn_upright(to_rgb(image), _orientation(image))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from PIL import Image
 
-from vit.data.image_io import ROUNDING, IntensityRange, upright_rgb
+from vit.data.image_io import ROUNDING, IntensityRange, pillow_array, upright_rgb
 from vit.data.instrument_images import Array, ArrayImage, ChannelImage, ChannelSpec
 from vit.errors import BadImage, ConfigError, error_text
 from vit.text import printable
@@ -89,6 +89,8 @@ def to_rgb_image(
     image = source if isinstance(source, Image.Image) else to_array_image(source, name)
     try:
         with _LOAD if getattr(image, "tile", None) else nullcontext():
+            if isinstance(image, Image.Image):
+                image = pillow_array(image) or image
             return upright_rgb(image, intensity_range, on_dark)
     except BadImage:
         raise

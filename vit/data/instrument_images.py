@@ -75,6 +75,8 @@ def open_array_image(file: BinaryIO) -> ArrayImage | None:
     """Read the header of an image of an instrument; None leaves it to Pillow."""
     start = file.read(132)
     file.seek(0)
+    if start.startswith(PHOTOGRAPHS):  # nearly all images
+        return None
     for signature, reader in READERS:
         if signature.match(start):
             return reader(file)
@@ -409,6 +411,8 @@ def _dicom_values(file: BinaryIO) -> Array:
     return values[..., None]
 
 
+PHOTOGRAPHS = (b"\xff\xd8\xff", b"\x89PNG")
+"""First bytes of JPEG and PNG."""
 Reader = Callable[[BinaryIO], ArrayImage | None]
 READERS: tuple[tuple[re.Pattern[bytes], Reader], ...] = (
     (re.compile(rb".{128}DICM", re.S), read_dicom),
