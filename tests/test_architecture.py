@@ -135,7 +135,7 @@ ONLY = {
     "pydicom": {"vit/data/instrument_images.py"},
     "tifffile": {"vit/data/instrument_images.py"},
     "pyarrow": {
-        "vit/data/image_image_archives.py",
+        "vit/data/image_archives.py",
         "vit/data/sources/huggingface_datasets.py",
         "vit/output/resumable_output.py",
         "vit/inference/ray_inference.py",
