@@ -32,7 +32,7 @@ def difference(name, randomise, args, *, image_size=0, **more):
     """Of the logits of a network of timm and of what is read from its weights."""
     model = theirs(name, randomise, **args, **more)
     found = read_timm(model.state_dict(), architecture=name, model_args=args, where="x")
-    assert found.config.num_classes == args.get("num_classes", 1000)
+    assert found.config.num_classes == model.num_classes
     return parity_error(found, model, image_size=image_size)
 
 
