@@ -274,7 +274,7 @@ EXTRA = r"pip install 'vit-toolkit\[tiff\]', or save it (with Deflate|without on
 @pytest.mark.parametrize(
     ("values", "settings", "name"),
     [
-        (U2, {"compression": "lzw"}, "LZW compression of uint16"),
+        (F4, {"compression": "lzw"}, "LZW compression of float32"),
         (U2, {"compression": "zstd"}, "ZSTD compression of uint16"),
         (U2 >> 4, {"bitspersample": 12}, "packed values of 12 bits"),
         (F4, {"predictor": 3, "compression": "deflate"}, "a predictor of floating-point numbers"),
@@ -286,8 +286,10 @@ def test_without_imagecodecs_the_remedy_is_named(write, monkeypatch, values, set
     assert re.fullmatch(f"{name}: {EXTRA}", refusal(path))
 
 
-def test_without_imagecodecs_deflate_and_packbits_are_read(tmp_path):
+def test_without_imagecodecs_packbits_deflate_and_lzw_of_grey_are_read(tmp_path):
     kinds = [{}, {"compression": "packbits"}, {"compression": "deflate"}]
+    lzw = {"compression": "lzw", "predictor": 2}
+    kinds += [lzw, {**lzw, "byteorder": ">"}, {**lzw, "tile": (16, 16)}]
     kinds.append({"compression": "deflate", "predictor": 2, "byteorder": ">", "tile": (16, 16)})
     for number, kind in enumerate(kinds):
         tifffile.imwrite(tmp_path / str(number), U2, photometric=GREY, metadata=None, **kind)

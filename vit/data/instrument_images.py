@@ -95,7 +95,8 @@ PILLOW_COMPRESSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 32771, 32773, 32809, 32946, 34925
 DEFLATE = (8, 32946)
 BUILT_IN = (1, 32773, *DEFLATE)
 """Compressions that need no imagecodecs: none, PackBits, Deflate."""
-WITH_IMAGECODECS = (5, 50000, 34926)
+LZW = 5
+WITH_IMAGECODECS = (LZW, 50000, 34926)
 """LZW and Zstandard."""
 FLOAT_PREDICTOR = 3
 WHOLE_BYTES = (8, 16, 32, 64)
@@ -130,6 +131,10 @@ def read_tiff(file: BinaryIO) -> ArrayImage | None:
             f"a TIFF of {colour_model} and {kind}, which no network reads; save "
             "integers or floating-point numbers of grey or RGB"
         )
+    grey_16 = (photometric, channels, page.dtype.str[1:]) == (GREY, 1, "u2")
+    if grey_16 and page.compression == LZW and not has_imagecodecs():  # Pillow has both right
+        _present_segments(page, page.databytecounts)
+        return None
     if page.imagedepth > 1:
         raise UnusableFile(f"a volume of {page.imagedepth} slices; save each as an image")
     _check_compression(page)
