@@ -36,6 +36,7 @@ def touch(folder, *names):
         {"drawn": (OUTPUT_MARKER, "0001-cat.png", "0001-cat.json")},
         {"export": ("m.onnx", "m.onnx.data"), "vino": ("m.xml", "m.bin")},
         {"out": ("rows.csv", "Rows.JSONL", "vectors.npz", "check.html", "list.xlsx")},
+        {"embedded": ("rows.jsonl", "vectors.npy")},
         {"cache": ("images-0123456789abcdef01234567", "images-0123456789abcdef01234567.lock")},
     ],
 )
@@ -79,6 +80,14 @@ def test_images_beside_lists_and_runs_are_data(photos):
     walker = FolderWalker(str(photos))
     assert len(walker.images(str(photos / "cat"))) == 6
     assert walker.left_out["output"] == ["cat/run"]
+
+
+def test_arrays_are_images_but_beside_images_embeddings(photos, tmp_path):
+    touch(photos / "cat", "vectors.npy")
+    assert len(FolderWalker(str(photos)).images(str(photos / "cat"))) == 6
+    assert len(list_images([str(photos)])) == 12
+    touch(tmp_path / "heat", "0.npy", "1.npy")
+    assert len(list_images([str(tmp_path / "heat")])) == 2
 
 
 @pytest.mark.parametrize("to", ["folder", "shards"])

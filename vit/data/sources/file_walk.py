@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vit.data.image_io import read_header
@@ -22,6 +22,7 @@ READABLE = (
     ".jpg .jpeg .jpe .jfif .png .apng .webp .gif .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .mpo "
     ".avif .avifs .jp2 .j2k .jpx .ico .qoi .npy"
 )
+ARRAY = ".npy"
 IMAGE_SUFFIXES = frozenset(READABLE.split())
 """Suffixes of files that are taken for images, whatever their content."""
 UNREADABLE = ".jxl .svg .psd .raw .dng .cr2 .nef .arw"
@@ -66,11 +67,11 @@ def _is_marked(folder: str) -> bool:
     return is_run_folder(folder) or os.path.exists(os.path.join(folder, OUTPUT_MARKER))
 
 
-def has_image(folder: str | os.PathLike[str]) -> bool:
+def has_image(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> bool:
     """Whether an image is directly in `folder`, which is read up to the first one."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         names = (entry.name for entry in entries if entry.name[0] != ".")
-        return any(os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES for name in names)
+        return any(os.path.splitext(name)[1].lower() in suffixes for name in names)
     return False
 
 
@@ -80,7 +81,7 @@ def holds_output_only(folder: str, content: Collection[str] = IMAGE_SUFFIXES) ->
     Images and other files of the suffixes `content` are data, except in a run folder and beside
     OUTPUT_MARKER.
     """
-    if has_image(folder) and not _is_marked(folder):  # spares listing it all
+    if has_image(folder, IMAGE_SUFFIXES - {ARRAY}) and not _is_marked(folder):  # spares a listing
         return False
     result = False
     for path, folders, files in os.walk(folder):
@@ -92,7 +93,7 @@ def holds_output_only(folder: str, content: Collection[str] = IMAGE_SUFFIXES) ->
         shown = [name for name in files if name[0] != "."]
         suffixes = {os.path.splitext(name)[1].lower() for name in shown}
         if len(suffixes) > 1:  # embeddings beside a list
-            suffixes.discard(".npy")
+            suffixes.discard(ARRAY)
         if not suffixes.isdisjoint(content) or not all(map(OUTPUT_FILE.fullmatch, shown)):
             return False
         result = result or bool(shown)
@@ -174,8 +175,9 @@ class FolderWalker:
     def _collect(self, folder: str, paths: list[str]) -> None:
         if not self._enter(folder):
             return
-        before = len(paths)
-        for entry in self._entries(folder):
+        before, entries = len(paths), self._entries(folder)
+        taken = self._suffixes_in(entries)
+        for entry in entries:
             if self._is_hidden(entry):
                 continue
             if self._is_folder(entry):
@@ -185,13 +187,18 @@ class FolderWalker:
                     self._collect(entry.path, paths)
             elif not self._is_file(entry):
                 self.left_out["not_a_file"].append(self.relative_name(entry.path))
-            elif self._suffix(entry.name) in self.suffixes:
+            elif self._suffix(entry.name) in taken:
                 paths.append(entry.path)
             else:
                 self.ignored_suffixes[self._suffix(entry.name) or "no suffix"] += 1
                 self.ignored_files.append(self.relative_name(entry.path))
         if len(paths) == before:
             self.left_out["empty_folder"].append(self.relative_name(folder))
+
+    def _suffixes_in(self, entries: Sequence[os.DirEntry[str]]) -> frozenset[str]:
+        """The suffixes of images in a folder; an array beside other images is of embeddings."""
+        others = self.suffixes - {ARRAY}
+        return others if any(self._suffix(one.name) in others for one in entries) else self.suffixes
 
     def _is_output(self, folder: str) -> bool:
         if not holds_output_only(folder, self.suffixes | IMAGE_SUFFIXES):
