@@ -52,10 +52,7 @@ def build_operations(
         return [three_augment, *jitter]
     from torchvision.transforms import v2  # its import takes two seconds
 
-    common = {
-        "interpolation": v2.InterpolationMode.BILINEAR,
-        "fill": list(fill),
-    }
+    common = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": list(fill)}
     layers, magnitude = config.randaugment_layers, config.randaugment_magnitude
     policies: dict[str, Callable[[], Operation]] = {
         "randaugment": lambda: v2.RandAugment(layers, magnitude, **common),

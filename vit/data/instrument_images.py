@@ -233,9 +233,13 @@ def _check_segments(page: Any) -> None:
 
 def read_npy(file: BinaryIO) -> ArrayImage:
     """Read the header of a `.npy` file."""
-    start = file.tell()
     shape, _, dtype = _npy_header(file)
-    return _array_image(shape, dtype, lambda: _npy_values(file, start))
+
+    def load() -> Array:
+        file.seek(0)
+        return _npy_values(file)
+
+    return _array_image(shape, dtype, load)
 
 
 def read_npz(file: BinaryIO) -> ArrayImage | None:
@@ -253,7 +257,7 @@ def read_npz(file: BinaryIO) -> ArrayImage | None:
 
     def load() -> Array:
         with archive.open(names[0]) as member:
-            return _npy_values(member, 0)
+            return _npy_values(member)
 
     return _array_image(shape, dtype, load)
 
@@ -268,10 +272,8 @@ def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return header
 
 
-def _npy_values(file: Any, start: int) -> Array:
+def _npy_values(file: Any) -> Array:
     """The array of a `.npy` file, (height, width, channels)."""
-    if start or file.seekable():
-        file.seek(start)
     values: Array = np.lib.format.read_array(file, allow_pickle=False)
     return channels_last(values.astype(values.dtype.newbyteorder("="), copy=False))
 
