@@ -43,6 +43,7 @@ def test_two_processes_write_what_one_does(tiny_run, inputs, alone, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.csv", "alone", "bad", "log", "sorted"]
 
 
+@pytest.mark.slow
 def test_a_kill_of_two_processes_is_resumed(refusal, tiny_run, inputs, alone, tmp_path):
     out, folder = tmp_path / "a.csv", tmp_path / "sorted"
     words = [*inputs, *WORDS, "--out", str(out), "--sort-into", str(folder)]

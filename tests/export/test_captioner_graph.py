@@ -27,9 +27,11 @@ from vit.inference.predictor import Predictor
 from vit.model.build import build_captioner
 from vit.weights.saved_model import load_run, save_model
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"image_size": 16, "patch_size": 8, "dim": 32, "depth": 2, "num_heads": 4}
 CLASSES = ("apple", "pear", "plum")
-# The first one has many options at once, and is exported in the default suite, of one block each.
+# The first one has many options at once, and one block each.
 MIXTURES = [
     (
         {"num_classes": 3, "registers": 2, "norm": "rmsnorm"},
@@ -269,7 +271,6 @@ def test_the_metadata_are_complete_and_have_no_local_path(exported):
     assert both["decoder"]["pair"] == both["encoder"]["pair"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "decoder"), MIXTURES, ids=str)
 def test_every_option_of_the_network_is_exported(encoder, decoder, tmp_path, input_images):
     run = random_run(tmp_path / "run", encoder, decoder)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 CLASSES = ("apple", "pear", "plum")
 STEM, OTHER_STEM = (options for options in MIXTURES if options.get("stem") == "conv")
-QUICK = MIXTURES[:1]  # and STEM below, in other formats
+QUICK = MIXTURES[:1]
 EACH = QUICK + [
     pytest.param(options, marks=pytest.mark.slow, id=str(options))
     for options in MIXTURES + MORE_MIXTURES
@@ -332,17 +332,14 @@ def test_networks_that_cannot_be_exported_are_refused(tmp_path):
         export_onnx(merging, tmp_path / "a.onnx", tokens=True)
 
 
-@pytest.mark.parametrize(
-    "options", [STEM, pytest.param(OTHER_STEM, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [STEM, OTHER_STEM], ids=str)
 @pytest.mark.parametrize(
     ("name", "asked", "allowed"),
     [
-        pytest.param("half.onnx", {"precision": "fp16"}, 0.02, marks=pytest.mark.slow),
-        pytest.param(
-            "bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1, marks=pytest.mark.slow
-        ),
-        pytest.param("net.xml", {}, 1e-5, marks=pytest.mark.slow),
+        ("half.onnx", {"precision": "fp16"}, 0.02),
+        ("bytes.onnx", {"precision": "int8", "dynamic": True}, 0.1),
+        ("net.xml", {}, 1e-5),
         ("net.pt2", {}, 1e-5),
     ],
 )
@@ -365,6 +362,7 @@ def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
         np.testing.assert_allclose(found, torch_says(run, images), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_torch_export_program_gives_the_probabilities_of_torch(run, tmp_path):
     out = tmp_path / "a.pt2"
     report = export_model(run, out)

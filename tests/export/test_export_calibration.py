@@ -24,6 +24,8 @@ from vit.model.feature_distance import FeatureDistance, encode_with_features
 from vit.tasks.task import calibrated_activation
 from vit.weights.saved_model import CALIBRATION, load_run, update_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def file(distance_run, tmp_path_factory):
@@ -57,7 +59,6 @@ def test_the_file_gives_the_calibrated_scores(distance_run, tiny_run, file, imag
     assert verify(file, images, run=distance_run).agrees
 
 
-@pytest.mark.slow
 def test_int8_scales_its_own_logits(calibrated_run, images, tmp_path):
     options = {"precision": "int8", "dynamic": True, "notify": None}
     for name, raw in (("raw.onnx", True), ("calibrated.onnx", False)):
@@ -69,7 +70,6 @@ def test_int8_scales_its_own_logits(calibrated_run, images, tmp_path):
         assert other.probabilities == pytest.approx(expected.numpy(), abs=1e-4)
 
 
-@pytest.mark.slow
 def test_raw_scores_can_be_exported(calibrated_run, tiny_run, images, tmp_path):
     out = tmp_path / "raw.onnx"
     report = export_model(calibrated_run, out, no_calibration=True, notify=None)
@@ -134,7 +134,6 @@ def test_a_file_in_half_precision_computes_the_distance_in_single(
     assert onnx.TensorProto.FLOAT16 in kinds.values()
 
 
-@pytest.mark.slow
 def test_a_file_with_tokens_rejects_the_same_images(distance_run, images, tmp_path):
     export_onnx(distance_run, tmp_path / "m.onnx", tokens=True, notify=None)
     assert_same_rejections(distance_run, tmp_path / "m.onnx", images)

@@ -26,6 +26,8 @@ from vit.weights.convert import convert
 from vit.weights.load_model import load_model
 from vit.weights.saved_model import CALIBRATION, load_run, update_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def images(several_list):
@@ -130,7 +132,6 @@ def test_damaged_thresholds_in_the_metadata_are_refused(exported, tmp_path, thre
         Predictor(tmp_path / "m.onnx")
 
 
-@pytest.mark.slow
 def test_the_export_reports_the_loss_of_map(several_run, several_list, tmp_path):
     lines = []
     for precision, more in (("fp16", {}), ("int8", {"dynamic": True})):
@@ -161,7 +162,6 @@ def test_the_accuracy_of_a_multilabel_file_is_mean_average_precision(
     assert undefined.line().startswith("mAP: run -, file -, on 10 images")
 
 
-@pytest.mark.slow
 def test_openvino_and_torch_files_keep_the_thresholds(several_run, images, tmp_path):
     pytest.importorskip("openvino")
     export_model(several_run, tmp_path / "m.xml", to="openvino", notify=None)
@@ -191,7 +191,6 @@ def test_conversion_to_timm_notes_that_thresholds_are_dropped(several_run, tmp_p
     assert any("take sigmoids" in line for line in lines)
 
 
-@pytest.mark.slow
 def test_vit_evaluate_and_vit_compare_measure_the_file_as_the_run(
     several_run, exported, several_list, tmp_path
 ):

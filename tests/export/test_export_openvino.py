@@ -18,6 +18,8 @@ CPUINFO = Path("/proc/cpuinfo")
 OVERFLOWS = (
     platform.machine() == "x86_64" and CPUINFO.exists() and "vnni" not in CPUINFO.read_text()
 )
+
+pytestmark = pytest.mark.slow
 """Whether OpenVINO's int8 products overflow here: it has no way to widen them without VNNI."""
 needs_vnni = pytest.mark.skipif(OVERFLOWS, reason="this CPU has no VNNI: OpenVINO's int8 overflows")
 

@@ -191,7 +191,8 @@ def test_networks_with_other_options_are_quantized(graph_of, noise_of, options, 
     assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9
 
 
-@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True])
 def test_smoothing_keeps_small_channels_beside_large_ones(graph_of, noise_of, monkeypatch, static):
     """A channel that is 60 times as large, and told so to the weights: the same network."""
 
