@@ -191,7 +191,7 @@ def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
         ({"channels": 4}, "leave --in-chans out"),
         ({"cache": "ram"}, "RGB of 8 bits"),
         ({"auto_augment": "randaugment"}, "--color-jitter"),
-        ({"mean": (0.5, 0.5, 0.5)}, "each channel has its own"),
+        ({"mean": (0.4, 0.5, 0.5)}, "each channel has its own"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, settings, part):

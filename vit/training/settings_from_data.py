@@ -235,7 +235,7 @@ def refuse_for_channels(config: Config) -> None:
     if config.data.cache != "none":
         config.data.refuse("cache", "it keeps RGB of 8 bits; leave it out for other channels")
     for name in ("mean", "std"):
-        if config.chosen(name):
+        if getattr(config.data, name) != getattr(DataConfig, name):  # a plan's file has both
             config.data.refuse(name, "each channel has its own, which is measured; leave it out")
     if config.augment.auto_augment != "none" and config.chosen("auto_augment"):
         config.augment.refuse(
