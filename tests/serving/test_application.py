@@ -111,7 +111,7 @@ def test_only_unreadable_images_are_refused(client, files):
         ({"sets": 0}, 400, "give a number above 0 to 1"),
         ({"reject": 1, "model": "several"}, 400, "calibrat"),
         ({"sets": 0.9, "model": "captions"}, 400, "no classes"),
-        ({"explain": "jpg"}, 400, "give json"),
+        ({"explain": "jpg"}, 400, "give json or image"),
         ({"explain": "json", "model": "fruit"}, 400, "serve the run folder"),
         ({"name": "x" * 1001}, 400, "1000 characters"),
         ({"name": ""}, 400, "empty"),
@@ -171,6 +171,8 @@ def test_maps_are_those_of_vit_predict(client, files, predicted, sources, tmp_pa
     assert first["seen"] == expected["seen"]
     for one, other in zip(first["classes"], expected["classes"], strict=True):
         assert (one["label"], one["weights"]) == (other["label"], other["weights"])
+    shown = client.send(files[:1], explain="image").json["explanations"][0]["seen"].pop("image")
+    assert shown.startswith("data:image/jpeg;base64,")
     words = client.post(files[0][1], explain="json", model="captions").json["explanations"][0]
     assert " ".join(word["text"] for word in words["words"]).split() == words["caption"].split()
     several = client.post(files[0][1], explain="json", model="several", threshold=0).json

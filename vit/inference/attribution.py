@@ -30,8 +30,10 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.image_objects import to_rgb_image
 from vit.data.instrument_images import Array
 from vit.errors import RunError
+from vit.evaluation.html_page import encode_thumbnail
 from vit.inference.predictor import Predictor, ranked_classes
 from vit.inference.torch_engine import Activation, to_probabilities
 from vit.model.attention import AttentionRecorder, record_attention
@@ -300,14 +302,18 @@ def class_attributions_to_json(
     }
 
 
-def input_region(predictor: Predictor) -> dict[str, Any]:
-    """The part of an image that the network sees, for JSON."""
+def input_region(predictor: Predictor, pixels: Tensor | None = None) -> dict[str, Any]:
+    """The part of an image that the network sees, for JSON, and from its pixels a JPEG of it."""
     preprocessing = predictor.preprocessing
-    return {
+    region = {
         "size": list(preprocessing.image_size),
         "resize": preprocessing.resize,
         "crop_share": preprocessing.crop_share,
     }
+    if pixels is not None:
+        shown = to_rgb_image(preprocessing.to_display(pixels), "an image")
+        region["image"] = encode_thumbnail(shown).source
+    return region
 
 
 def word_attributions_to_json(

@@ -157,8 +157,8 @@ class Application:
         model = self.registry.get(query.get("model"))
         options = row_options(query)
         explain = query.get("explain")
-        if explain not in (None, "json"):
-            raise ConfigError(f"explain={printable(explain[:40])!r}: give json")
+        if explain not in (None, "json", "image"):
+            raise ConfigError(f"explain={printable(explain[:40])!r}: give json or image")
         model.check(options, explain=explain is not None)
         with self._body(request) as body:
             uploads = await body.images(self.scheduler, query.get("name", "image"))
@@ -185,7 +185,9 @@ class Application:
             maps = [
                 None
                 if isinstance(output, BadImage)
-                else await self.scheduler.call(model.explain, name, output, options)
+                else await self.scheduler.call(
+                    model.explain, name, output, options, explain == "image"
+                )
                 for name, output in zip(names, outputs, strict=True)
             ]
             results += f', "explanations": {to_json(maps)}'

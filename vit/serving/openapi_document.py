@@ -23,8 +23,8 @@ PREDICT_PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     ),
     "explain": (
-        "`json` adds relevance maps to the answer.",
-        {"type": "string", "enum": ["json"]},
+        "`json` adds relevance maps to the answer, `image` also what the network saw.",
+        {"type": "string", "enum": ["json", "image"]},
     ),
     "name": (
         "Name of an image that is the body itself.",

@@ -196,14 +196,19 @@ class ServedModel:
         _, line = FORMATS["jsonl"](layout)
         return line(prediction).rstrip("\n")
 
-    def explain(self, name: str, output: Any, options: RowOptions) -> dict[str, Any]:
+    def explain(
+        self, name: str, output: Any, options: RowOptions, with_image: bool
+    ) -> dict[str, Any]:
         """Relevance maps of an output, as `vit predict --explain` writes them without the deletion
         metric: {"image", "seen", "classes": [{"label", "probability", "weights"}]}, or of a caption
-        {"image", "seen", "caption", "words": [{"text", "weights"}]}."""
+        {"image", "seen", "caption", "words": [{"text", "weights"}]}.
+
+        With the image as the network saw it, "seen" has it as "image", the address of a JPEG.
+        """
         from vit.inference import attribution
 
         predictor = self.predictor
-        seen = attribution.input_region(predictor)
+        seen = attribution.input_region(predictor, output.pixels if with_image else None)
         if output.captions:
             words = attribution.attribute_caption(predictor, output)
             record = attribution.word_attributions_to_json(output, words)

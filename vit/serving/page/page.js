@@ -279,11 +279,19 @@ async function explain(card) {
   button.disabled = true;
   button.textContent = "Computing…";
   try {
-    const options = new URLSearchParams({ explain: "json" });
+    const options = new URLSearchParams({ explain: "image" });
     if (state.models.length > 1) options.set("model", card.model.name);
     const { explanations } = await send(card, options);
     const found = explanations[0];
     const maps = found.classes || found.words;
+    const image = card.element.querySelector("img");
+    if (image.hidden) { // a format that browsers do not show: what the network saw
+      card.whole = true;
+      image.src = found.seen.image;
+      image.hidden = false;
+      card.element.querySelector(".no-preview").hidden = true;
+      await image.decode();
+    }
     const choices = maps.map((map) => {
       const choice = make("button", "", map.label ?? map.text);
       choice.type = "button";
@@ -344,7 +352,9 @@ function drawMap(card, map) {
   const box = image.getBoundingClientRect();
   const fit = Math.min(box.width / image.naturalWidth, box.height / image.naturalHeight);
   const shown = { width: image.naturalWidth * fit, height: image.naturalHeight * fit };
-  const part = seenPart(map.seen, image.naturalWidth, image.naturalHeight);
+  const part = card.whole
+    ? { left: 0, top: 0, width: 1, height: 1 }
+    : seenPart(map.seen, image.naturalWidth, image.naturalHeight);
   canvas.width = Math.max(Math.round(part.width * shown.width), 1);
   canvas.height = Math.max(Math.round(part.height * shown.height), 1);
   canvas.style.left = `${(box.width - shown.width) / 2 + part.left * shown.width}px`;

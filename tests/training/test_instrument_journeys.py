@@ -1,0 +1,124 @@
+"""Images of instruments from a folder to a page: every command on the way, killed once."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+
+from tests.serving.conftest import running
+from tests.training.children import Job, command, differences
+from vit.commands.main import main
+
+pages = pytest.importorskip("tests.evaluation.test_pages_in_browser")
+browser = pages.browser
+pytestmark = pytest.mark.slow
+
+CLASSES = ("none", "disc")
+SMALL = "--image-size 24 --patch-size 8 --dim 32 --depth 2 --num-heads 2 --epochs 4 --batch-size 8"
+SMALL += " --checkpoint-steps 3 --device cpu --precision fp32 --workers 1"
+
+
+def disc(channels: int, seed: int) -> Any:
+    """Twelve bits of noise, (30, 30, channels), and in the last channel a disc or none."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:30, :30] - random.uniform(13, 17, (2, 1, 1))
+    values = random.normal(1000, 80, (30, 30, channels))
+    values[..., -1] += (x**2 + y**2 < 60) * (seed % 2) * 900
+    return values.clip(0, 4095).astype(np.uint16)
+
+
+def write_five_channels(path: Path, seed: int) -> None:
+    values = np.moveaxis(disc(5, seed), 2, 0)
+    tifffile.imwrite(path.with_suffix(".tif"), values, photometric="minisblack", metadata=None,
+                     planarconfig="separate", compression="zlib")  # fmt: skip
+
+
+def write_dicom(path: Path, seed: int) -> None:
+    """A CT slice by its tags: Hounsfield units, without a window."""
+    import pydicom
+
+    known = Path(pydicom.__file__).parent / "data/test_files/CT_small.dcm"
+    data = pydicom.dcmread(known)
+    data.Rows, data.Columns, data.PixelData = 30, 30, disc(1, seed).tobytes()
+    data.PixelRepresentation = 0
+    data.save_as(path.with_suffix(".dcm"))
+
+
+JOURNEYS: dict[str, tuple[Callable[[Path, int], None], str, str]] = {
+    "five channels": (write_five_channels, "", "5 channels of uint16"),
+    "dicom": (write_dicom, "--channels 0", "1 channel of float32"),
+}
+"""What writes an image, the flags of the plan, and what a training says of the data."""
+
+
+@pytest.fixture(scope="module", params=JOURNEYS)
+def journey(request, tmp_path_factory) -> SimpleNamespace:
+    """A plan, and its training, killed in the middle and resumed."""
+    write, flags, said = JOURNEYS[request.param]
+    folder: Path = tmp_path_factory.mktemp("journey")
+    data, plan = folder / "data", folder / "plan.yaml"
+    for number in range(48):
+        place = data / CLASSES[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        write(place / str(number // 2), number)
+    assert main(["plan", str(data), *SMALL.split(), *flags.split(), "--save", str(plan)]) == 0
+    log, whole, cut = folder / "log", folder / "whole", folder / "cut"
+    line = ["train", str(data), "-c", str(plan), "--out"]
+    with Job(command, [*line, str(whole)], log=log) as job:
+        assert job.wait() == [0], job.said()
+        assert said in job.said()
+    with Job(command, [*line, str(cut)], log=log) as job:
+        while not list(cut.glob("checkpoints/*")):
+            assert not job.ended(0.01), job.said()
+        job.kill()
+    with Job(command, ["train", "--resume", "--out", str(cut)], log=log) as job:
+        assert job.wait() == [0], job.said()
+    assert differences(cut, whole) == []
+    return SimpleNamespace(data=data, run=cut, files=sorted(data.rglob("*.*"))[20:28])
+
+
+def rows_of(capsys: Any, model: Path, files: list[Path]) -> list[dict[str, Any]]:
+    """What `vit predict` writes."""
+    words = ["predict", str(model), *map(str, files), "--format", "jsonl", "--precision", "fp32"]
+    assert main(words[:-2] if model.suffix else words) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def scores(rows: list[dict[str, Any]]) -> list[list[float]]:
+    best = [{one["label"]: one["score"] for one in row["predictions"]} for row in rows]
+    return [[row[name] for name in CLASSES] for row in best]
+
+
+def test_every_way_gives_the_same_answers(journey, tmp_path, capsys):
+    expected = scores(rows_of(capsys, journey.run, journey.files))
+    assert main(["evaluate", str(journey.run), str(journey.data), "--precision", "fp32"]) == 0
+    network = tmp_path / "net.onnx"
+    assert main(["export", str(journey.run), "--out", str(network)]) == 0
+    capsys.readouterr()
+    np.testing.assert_allclose(scores(rows_of(capsys, network, journey.files)), expected, atol=1e-5)
+    with running([journey.run]) as client:
+        sent = [(path.name, path.read_bytes()) for path in journey.files]
+        found = scores(client.send(sent).json["results"])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_page_shows_the_answer(journey, browser, capsys):
+    (expected,) = rows_of(capsys, journey.run, journey.files[:1])
+    with running([journey.run]) as client:
+        page = browser.new_page()
+        page.goto(client.server.url)
+        page.set_input_files("#files", str(journey.files[0]))
+        card = page.locator(".card").first
+        card.locator(".bars li").first.wait_for()
+        best = expected["predictions"][0]
+        assert card.locator(".label").first.text_content() == best["label"]
+        assert card.locator(".score").first.text_content() == f"{100 * best['score']:.2f} %"
+        card.locator(".no-preview").wait_for()  # a browser shows no such file
+        card.get_by_role("button", name="Why?").click()
+        card.locator("canvas").wait_for(state="visible")
+        page.close()
