@@ -56,6 +56,15 @@ def test_normalised_values_are_those_of_float64(kind):
     assert np.abs(found.numpy() - exact).max() < 1e-4
 
 
+def test_a_step_copies_no_numbers_of_channels_to_its_device(monkeypatch):
+    size = Preprocessing(image_size=(8, 8), channels=spec_of(5, low=(1.5,) * 5))
+    images = torch.randint(0, 256, (2, 5, 8, 8), dtype=torch.uint8)
+    expected = size.normalise(images)
+    constants = size.constants(images.device, torch.float32)
+    monkeypatch.delattr(torch, "tensor")
+    assert torch.equal(size.normalise(images, constants=constants), expected)
+
+
 def test_jitter_is_repeatable_within_bounds_and_leaves_a_channel_out_at_times():
     spec = spec_of(4, value_type="uint16", low=(100.0,) * 4, high=(1100.0,) * 4)
     values = np.random.default_rng(3).integers(400, 700, (40, 40, 4)).astype(np.uint16)

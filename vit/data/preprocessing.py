@@ -138,7 +138,7 @@ class Preprocessing:
         """The inverse of `normalise`, for looking at: RGB, (..., 3, height, width) uint8."""
         import torch
 
-        mean, std = self.constants(normalised.device, torch.float32)
+        mean, std, *_ = self.constants(normalised.device, torch.float32)
         pixels = ((normalised * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         if self.num_channels >= 3:
             return pixels[..., :3, :, :]
@@ -213,17 +213,16 @@ class Preprocessing:
         self,
         images: "Tensor",
         dtype: "torch.dtype | None" = None,
-        constants: "tuple[Tensor, Tensor] | None" = None,
+        constants: "tuple[Tensor, ...] | None" = None,
     ) -> "Tensor":
         """Normalise a batch on its device, (batch, 3, height, width) uint8 -> floats, by default
         float32."""
         import torch
 
         dtype = dtype or torch.float32
-        mean, std = constants or self.constants(images.device, dtype)
-        if self.channels is not None:  # in float32, since half precision has no 16-bit integers
-            ends = (self.channels.low, self.channels.high)
-            low, high = (torch.tensor(end, device=images.device)[:, None, None] for end in ends)
+        mean, std, *ends = constants or self.constants(images.device, dtype)
+        if ends:  # in float32, since half precision has no 16-bit integers
+            low, high = ends
             floats = images.to(torch.float32, memory_format=torch.contiguous_format)
             # first less `low`, also in engines that join products and sums: both ends may be near
             scaled = (floats - low).clamp(torch.zeros_like(low), high - low).div_(high - low)
@@ -233,20 +232,17 @@ class Preprocessing:
         scaled = floats.div_(255) if images.dtype == torch.uint8 else floats / 255
         return scaled.sub_(mean).div_(std)
 
-    def constants(self, device: "torch.device", dtype: "torch.dtype") -> "tuple[Tensor, Tensor]":
-        """Mean and standard deviation on a device, each (3, 1, 1)."""
+    def constants(self, device: "torch.device", dtype: "torch.dtype") -> "tuple[Tensor, ...]":
+        """Mean and standard deviation on a device, each (channels, 1, 1), and of the channels of
+        instruments both ends of their range in float32."""
         import torch
 
-        mean, std = (
-            torch.tensor(values, device=device, dtype=dtype)[:, None, None]
-            for values in self._mean_and_std()
+        moments, spec = self.channels or self, self.channels
+        ends = () if spec is None else ((spec.low, torch.float32), (spec.high, torch.float32))
+        return tuple(
+            torch.tensor(values, device=device, dtype=kind)[:, None, None]
+            for values, kind in ((moments.mean, dtype), (moments.std, dtype), *ends)
         )
-        return mean, std
-
-    def _mean_and_std(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        if self.channels is None:
-            return self.mean, self.std
-        return self.channels.mean, self.channels.std
 
     @property
     def mean_colour(self) -> tuple[float, ...]:

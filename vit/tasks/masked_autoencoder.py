@@ -184,7 +184,7 @@ def shown_images(
     Normalised predictions get the mean and variance of the true patch, as in the paper's figures.
     """
     size = config.model.patch_size
-    mean, std = loaded.preprocessing.constants(images.device, images.dtype)
+    mean, std, *_ = loaded.preprocessing.constants(images.device, images.dtype)
     patches, predicted = pixel_targets(images, size, normalise=False), found.patches.to(images)
     if config.pretraining.normalise_pixels:
         variance, average = torch.var_mean(patches, dim=-1, keepdim=True)

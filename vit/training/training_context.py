@@ -75,8 +75,8 @@ class TrainingContext:
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
 
     @cached_property
-    def constants(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of images, on the device: a step does not copy them."""
+    def constants(self) -> tuple[Tensor, ...]:
+        """What normalises images, on the device: a step does not copy it."""
         return self.preprocessing.constants(self.accelerator.device, self.dtype)
 
     def normalise(self, images: Tensor) -> Tensor:
