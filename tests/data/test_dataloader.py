@@ -197,6 +197,7 @@ class Deadly:
     """A transform that ends its process, as the kernel does when memory runs out."""
 
     image_size = (8, 8)
+    blank = staticmethod(lambda: torch.zeros(3, 8, 8, dtype=torch.uint8))
     read = staticmethod(read_image)
 
     def __call__(self, _):
@@ -210,6 +211,7 @@ def test_a_killed_loader_process_is_a_one_line_error(samples):
 
 class Buggy:
     image_size = (8, 8)
+    blank = staticmethod(lambda: torch.zeros(3, 8, 8, dtype=torch.uint8))
     read = staticmethod(read_image)
 
     def __call__(self, _):

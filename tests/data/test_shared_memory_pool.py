@@ -100,6 +100,9 @@ class FloatTransform:
     image_size = (SIZE, SIZE)
     read = staticmethod(read_image)
 
+    def blank(self):
+        return torch.zeros(3, SIZE, SIZE)
+
     def __call__(self, image):
         return torch.full((3, SIZE, SIZE), image.width / 2)
 
@@ -200,7 +203,7 @@ def test_a_batch_of_a_deleted_pool_is_empty():
     pool_id = pool.id
     del pool
     none = torch.zeros(0, dtype=torch.int64).numpy()
-    layout = Layout((1, 3, 2, 2), (12, 4, 2, 1))
+    layout = Layout((1, 3, 2, 2), (12, 4, 2, 1), torch.uint8)
     batch = rebuild_batch(pool_id, 0, layout, [none, none, none, [], None, None])
     assert len(batch.images) == 0
 

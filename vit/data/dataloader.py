@@ -228,7 +228,7 @@ class TrainingLoader:
     ) -> None:
         self.sampler = sampler
         self.all_epochs = MultiEpochSampler(sampler, epochs)
-        sizes = (transform_for(epoch).image_size for epoch in (0, epochs - 1))
+        image_bytes = max(transform_for(epoch).blank().nbytes for epoch in (0, epochs - 1))
         on_device = isinstance(cache, DeviceCache)
         make = (
             partial(DeviceDataset, cache)
@@ -243,7 +243,7 @@ class TrainingLoader:
             self.all_epochs,
             workers=0 if on_device else workers,
             pin_memory=pin_memory and not on_device,
-            batch_bytes=rgb_bytes(sampler.micro_batch_size, max(sizes, key=math.prod)),
+            batch_bytes=sampler.micro_batch_size * image_bytes,
             batches_held=2 * sampler.accumulate,  # of a step, while those of the next are taken
         )
         self.position: tuple[int, int] | None = None
@@ -313,7 +313,7 @@ class EvaluationLoader:
             self.batches,
             workers=min(workers, len(self.batches)),
             pin_memory=pin_memory,
-            batch_bytes=rgb_bytes(max(map(len, self.batches), default=0), preprocessing.image_size),
+            batch_bytes=max(map(len, self.batches), default=0) * preprocessing.blank().nbytes,
         )
 
     def __len__(self) -> int:
@@ -330,8 +330,3 @@ class EvaluationLoader:
     def close(self) -> None:
         """Stop the loader processes; the next iteration starts new ones."""
         self.loader.stop_workers()
-
-
-def rgb_bytes(count: int, image_size: tuple[int, int]) -> int:
-    """Size of `count` RGB images of (height, width) pixels."""
-    return 3 * count * math.prod(image_size)

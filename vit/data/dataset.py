@@ -38,13 +38,15 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Batch(NamedTuple):
     """One micro-batch; images that could not be read are missing from the tensors."""
 
     images: Tensor
-    """Bytes, (batch, 3, height, width); on the device where they are cached there."""
+    """As their transform returns them, (batch, channels, height, width); on the device where they
+    are cached there."""
     labels: Tensor
     """Class indices, (batch,); for multi-label data 0 and 1 as uint8, (batch, classes)."""
     indices: Tensor
@@ -216,14 +218,14 @@ def seed_counters(key: SampleKey) -> tuple[int, ...]:
 
 def allocate_batch(count: int, image: Tensor) -> Tensor:
     """An uninitialised tensor for `count` images in the memory format of `image`."""
-    layout = batch_layout(count, image)
-    return torch.empty_strided(*layout, dtype=image.dtype, device=image.device)
+    shape, stride, dtype = batch_layout(count, image)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=image.device)
 
 
 def batch_layout(count: int, image: Tensor) -> Layout:
     """Layout of `count` contiguous images, each in the memory format of `image`."""
     one = torch.empty_like(image)
-    return Layout((count, *one.shape), (one.numel(), *one.stride()))
+    return Layout((count, *one.shape), (one.numel(), *one.stride()), image.dtype)
 
 
 @dataclass(frozen=True)

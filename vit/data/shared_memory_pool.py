@@ -54,15 +54,15 @@ class SharedMemoryPool:
 
     def empty_batch(self, slot: int, count: int, image: Tensor) -> Tensor | None:
         """As `allocate_batch`, in a slot (loader process); None if the images do not fit."""
-        if image.dtype != torch.uint8 or count * image.numel() > self.slot_bytes:
+        if count * image.nbytes > self.slot_bytes:
             return None
-        return torch.from_numpy(self._bytes(slot)).as_strided(*batch_layout(count, image))
+        return _tensor(self._bytes(slot), batch_layout(count, image))
 
     def read_batch(self, slot: int, layout: Layout) -> Tensor:
         """A tensor over `slot`, released when the last view of it is gone (main process)."""
         array = self._bytes(slot)
         weakref.finalize(array, self.free_slots.append, slot)
-        return torch.from_numpy(array).as_strided(*layout)
+        return _tensor(array, layout)
 
     def release_pages(self) -> None:
         """Return the memory of free slots to the system; it comes back when they are written."""
@@ -72,6 +72,10 @@ class SharedMemoryPool:
 
     def _bytes(self, slot: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         return np.frombuffer(self.memory, np.uint8, self.slot_bytes, slot * self.slot_bytes)
+
+
+def _tensor(memory: "np.ndarray[Any, np.dtype[np.uint8]]", layout: Layout) -> Tensor:
+    return torch.from_numpy(memory).view(layout.dtype).as_strided(layout.shape, layout.stride)
 
 
 POOL_IDS = itertools.count()
@@ -132,7 +136,8 @@ class SharedBatch(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         images, *rest = self.batch
-        payload = Layout(images.shape, images.stride()) if self.in_slot else images
+        layout = Layout(images.shape, images.stride(), images.dtype)
+        payload = layout if self.in_slot else images
         # arrays go by value: torch would send a file descriptor for each of these small tensors
         fields = [field.numpy() if isinstance(field, Tensor) else field for field in rest]
         return rebuild_batch, (self.pool_id, self.slot, payload, fields)
