@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms.v2 import functional as tv
 
 from vit.config import AugmentConfig, Config, DataConfig
-from vit.data.auto_augment import COLOURS, adjust_colours
+from vit.data.auto_augment import COLOURS, ChannelJitter, adjust_colours
 from vit.data.batched_transform import (
     CROP_NUMBERS,
     NUMBERS,
@@ -21,6 +21,7 @@ from vit.data.batched_transform import (
 )
 from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ConstantTransform
+from vit.data.dataset_types import Sample
 from vit.data.device_cache import (
     DeviceCache,
     DeviceDataset,
@@ -29,6 +30,7 @@ from vit.data.device_cache import (
     similar_chunks,
 )
 from vit.data.image_cache import open_cache
+from vit.data.instrument_images import ChannelImage, ChannelSpec
 from vit.data.multi_view import MultiViewTransform, ViewLayout
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler, SampleKey
@@ -259,6 +261,117 @@ def test_settings_without_a_batched_form_are_named(settings, name):
             )
 
 
+# --- channels of instruments --------------------------------------------------------------------
+
+
+def spec_of(kind: str) -> ChannelSpec:
+    """Four channels with ranges of their own; the floats differ by less than 1e-5 of their size."""
+    low, width = (900.0, 0.05) if kind == "float32" else (20.0, 180.0)
+    low += 1000 * (kind == "uint16")
+    return ChannelSpec(
+        value_type=kind, count=4, order=(0, 1, 2, 3), low=(low,) * 4,
+        high=(low + width, low + width / 2, low + width, low + width),
+        mean=(0.5, 0.4, 0.3, 0.2), std=(0.2,) * 4,
+    )  # fmt: skip
+
+
+def channel_images(kind: str) -> list[np.ndarray]:
+    spec, images = spec_of(kind), []
+    for image in IMAGES:
+        shares = np.concatenate([image, 255 - image[..., :1]], 2) / 255
+        values = np.array(spec.low) + shares * (np.array(spec.high) - spec.low)
+        images.append((values if kind == "float32" else values.round()).astype(kind))
+    return images
+
+
+def views_of(kind: str, config: AugmentConfig, images=None, **preprocessing):
+    """The views of `images` by a BatchedTransform, and by a TrainingTransform one by one."""
+    chosen = {"image_size": (32, 32), "crop_share": 1.0, "interpolation": "bilinear"}
+    size = Preprocessing(**{**chosen, **preprocessing}, channels=spec_of(kind))
+    single = TrainingTransform(config, size)
+    images = channel_images(kind) if images is None else images
+    transform = BatchedTransform(single, seed=5)
+    sizes = torch.tensor([image.shape[:2] for image in images])
+    pixels = np.ones((len(images), *sizes.amax(0).tolist(), 4), kind)
+    for place, image in zip(pixels, images, strict=True):
+        place[: image.shape[0], : image.shape[1]] = image
+    seeds = transform.seeds(torch.arange(len(images))[:, None])
+    made = transform(torch.from_numpy(pixels), sizes, seeds)
+    return made, torch.stack([single(ChannelImage(image)) for image in images])
+
+
+@pytest.mark.parametrize(("kind", "off"), [("uint8", 1), ("uint16", 1), ("float32", 2.5e-4)])
+@pytest.mark.parametrize("settings", [{"resize": "squash"}, {"interpolation": "bicubic"}])
+def test_channels_equal_those_of_single_images(kind, off, settings):
+    made, expected = views_of(kind, AugmentConfig(min_crop=1.0, hflip=1.0), **settings)
+    assert made.dtype == expected.dtype == getattr(torch, kind)
+    assert made.shape == (4, 4, 32, 32)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert float((made.double() - expected.double()).abs().max()) <= off
+    assert float(made.double().std()) > 20 * off
+
+
+def test_a_shift_uncovers_the_mean_of_each_channel():
+    made, _ = views_of("float32", AugmentConfig(**WHOLE, translate=1.0))
+    corners = made[..., [0, 0, -1, -1], [0, -1, 0, -1]]
+    fill = torch.tensor(spec_of("float32").fill)[:, None]
+    assert ((corners - fill).abs() < 1e-4).all(1).any(1).all()
+
+
+def test_channel_jitter_has_the_distribution_of_single_images():
+    strength, spec, count = 0.6, spec_of("float32"), 1000
+    image = channel_images("float32")[0][:16, :16]
+    config = AugmentConfig(**WHOLE, color_jitter=strength)
+    made, _ = views_of("float32", config, [image] * count, image_size=(16, 16))
+    torch.manual_seed(0)
+    jitter = ChannelJitter(strength, spec)
+    single = np.stack([jitter(ChannelImage(image)).to_array() for _ in range(count)])
+
+    def statistics(values: torch.Tensor) -> list[torch.Tensor]:
+        """Level, contrast, noise and whether it is left out, of each channel and view."""
+        low, high = (torch.tensor(end, dtype=torch.float64) for end in (spec.low, spec.high))
+        shares = (values.double() - low) / (high - low)
+        original = (torch.from_numpy(image).double() - low) / (high - low)
+        original = original - original.mean((0, 1))
+        contrast = (shares * original).mean((1, 2)) / (original**2).mean((0, 1))
+        level = shares.mean((1, 2))
+        rest = shares - level[:, None, None] - contrast[:, None, None] * original
+        return [level, contrast, rest.std((1, 2)), (contrast.abs() < 0.02).double()]
+
+    ours = statistics(made.permute(0, 2, 3, 1))
+    theirs = statistics(torch.from_numpy(single))
+    shares = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        distance = one.quantile(shares, 0) - other.quantile(shares, 0)
+        assert float((distance.abs() / other.std(0)).max()) < 0.25
+    for one in (ours, theirs):
+        assert one[3].mean(0).tolist() == pytest.approx([strength / 3 / 4] * 4, abs=0.03)
+        assert one[3].sum(1).max() == 1
+        assert abs(float(torch.corrcoef(one[0].T)[0, 1])) < 0.15  # channels vary by themselves
+
+
+def test_a_device_has_the_channels_of_files(tmp_path, monkeypatch):
+    paths = [str(tmp_path / f"{number}.npy") for number in range(4)]
+    for path, image in zip(paths, channel_images("uint16"), strict=True):
+        np.save(path, image)
+    spec, folder = spec_of("uint16"), tmp_path / "cache"
+    cache = DeviceCache(open_cache(paths, side=99, kind="disk", folder=folder, channels=spec), CPU)
+    pixels, sizes = cache.gather(torch.arange(4), torch.arange(4))
+    for image, (height, width), path in zip(pixels, sizes.tolist(), paths, strict=True):
+        assert np.array_equal(image[:height, :width].numpy(), np.load(path))
+    size = Preprocessing(image_size=(16, 16), channels=spec)
+    transform = TrainingTransform(AugmentConfig(color_jitter=0.3), size)
+    samples = [Sample(path, 0) for path in paths]
+    dataset = DeviceDataset(cache, samples, ConstantTransform(transform), seed=3)
+    keys = [SampleKey(0, sample, sample, 0, 0) for sample in range(4)]
+    together = dataset.load_batch(keys, None).images
+    assert together.dtype == torch.uint16
+    for number, key in enumerate(keys):
+        assert torch.equal(dataset.load_batch([key], None).images[0], together[number])
+    monkeypatch.setattr("vit.data.device_cache.CHUNK_BYTES", 1)
+    assert torch.equal(dataset.load_batch(keys, None).images, together)
+
+
 # --- images in the memory of a device -------------------------------------------------------------
 
 
@@ -368,20 +481,28 @@ def test_memory_that_torch_keeps_for_itself_is_free(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_augments_as_a_cpu(gpu_wait_is_an_error):
-    config = AugmentConfig(min_crop=0.35, auto_augment="three", translate=0.1)
+@pytest.mark.parametrize("kind", [None, "uint16", "float32"])
+def test_a_gpu_augments_as_a_cpu(gpu_wait_is_an_error, kind):
+    policy = {"color_jitter": 0.3} if kind else {"auto_augment": "three"}
+    config = AugmentConfig(min_crop=0.35, translate=0.1, **policy)
     layout = ViewLayout(32, 16, 2, 2)
-    preprocessing = Preprocessing(image_size=(32, 32))
+    spec = spec_of(kind) if kind else None
+    preprocessing = Preprocessing(image_size=(32, 32), channels=spec)
     transform = BatchedTransform(
         MultiViewTransform(config, preprocessing, layout, (0.05, 0.3)), seed=2
     )
     pixels, sizes = padded(IMAGES)
+    if spec is not None:
+        shares = torch.cat([pixels, pixels[..., :1]], -1) / 255
+        low, high = torch.tensor(spec.low), torch.tensor(spec.high)
+        pixels = (low + shares * (high - low)).to(getattr(torch, kind))
     seeds = transform.seeds(torch.arange(4)[:, None])
     there = [tensor.cuda() for tensor in (pixels, sizes, seeds)]
     transform(*there)  # copies its constants
     with gpu_wait_is_an_error():
         made = transform(*there)
     assert made.is_cuda
-    different = (made.cpu().int() - transform(pixels, sizes, seeds).int()).abs()
+    unit = 1e-3 if kind == "float32" else 1
+    different = (made.cpu().double() - transform(pixels, sizes, seeds).double()).abs() / unit
     assert different.float().mean() < 0.01
     assert (different > 1).float().mean() < 0.001

@@ -1,5 +1,6 @@
 """The image cache: right pixels, rebuilt after changes, shared by processes, bounded in size."""
 
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -21,6 +22,7 @@ from vit.data.dataloader import TrainingLoader
 from vit.data.dataset import ConstantTransform
 from vit.data.dataset_types import Sample
 from vit.data.image_cache import UNREADABLE, ImageCache, cache_side, open_cache
+from vit.data.instrument_images import ChannelSpec
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
 from vit.data.transforms import TrainingTransform
@@ -75,6 +77,57 @@ def test_deep_images_are_cached_with_their_intensity_range(tmp_path):
     assert len({cache.file for cache in caches}) == 3
 
 
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_channels_are_cached_in_their_type_and_crops_are_the_same(tmp_path, kind, workers):
+    random = np.random.default_rng(0)
+    files = [str(tmp_path / f"{number}.npy") for number in range(6)]
+    for number, path in enumerate(files):
+        np.save(path, random.integers(0, 255, (30 + number, 40, 5)).astype(kind))
+    spec = channels_of(kind)
+    cache, notes = built(files, tmp_path, side=100, channels=spec)
+    assert len(notes) == 1
+    for number, path in enumerate(files):
+        pixels = cache.pixels(number)
+        assert pixels.dtype == kind
+        assert np.array_equal(pixels, np.load(path)[..., [4, 0, 2]])
+    whole, kept = (
+        [batch.images for batch in loaded(files, each, workers, channels=spec)]
+        for each in (None, cache)
+    )
+    assert whole[0].dtype == getattr(torch, kind)
+    assert all(map(torch.equal, whole, kept))
+    size = os.stat(cache.file).st_size
+    assert (
+        sum(cache.pixels(n).nbytes for n in range(6))
+        < size
+        < 1024 + sum(cache.pixels(n).nbytes for n in range(6))
+    )
+
+
+def test_large_channels_are_cached_at_the_side_that_crops_need(tmp_path):
+    values = np.random.default_rng(0).integers(0, 65536, (50, 60, 5)).astype(np.uint16)
+    np.save(tmp_path / "large.npy", values)
+    file, spec = [str(tmp_path / "large.npy")], channels_of("uint16")
+    cache, _ = built(file, tmp_path, side=20, channels=spec)
+    pixels = cache.pixels(0)
+    assert pixels.shape == (20, 24, 3)
+    for number, channel in enumerate((4, 0, 2)):
+        band = Image.fromarray(values[..., channel].astype(np.float32))
+        small = np.asarray(band.resize((24, 20), Image.Resampling.BICUBIC))
+        assert np.abs(pixels[..., number] - small).max() <= 0.51
+    other = dataclasses.replace(spec, order=(4, 0, 1))
+    assert built(file, tmp_path, side=20, channels=other)[0].file != cache.file
+
+
+def channels_of(kind: str) -> ChannelSpec:
+    """The last, first and third of five channels."""
+    return ChannelSpec(
+        value_type=kind, count=5, order=(4, 0, 2), low=(0.0,) * 3, high=(250.0,) * 3,
+        mean=(0.5,) * 3, std=(0.2,) * 3,
+    )  # fmt: skip
+
+
 def test_the_cache_is_built_once_and_again_after_a_change(paths, tmp_path, pil_image):
     built(paths, tmp_path)
     assert built(paths, tmp_path)[1] == []
@@ -109,11 +162,10 @@ def test_bad_images_are_not_cached_and_still_raise_their_error(paths, tmp_path):
     assert bad == {paths[2], paths[4]}
 
 
-def loaded(paths, cache, workers=0, start=0):
+def loaded(paths, cache, workers=0, start=0, channels=None):
     samples = [Sample(path, 0) for path in paths]
-    transform = TrainingTransform(
-        AugmentConfig(min_crop=0.3), Preprocessing(image_size=(16, 16)), fast_crop=True
-    )
+    size = Preprocessing(image_size=(16, 16), channels=channels)
+    transform = TrainingTransform(AugmentConfig(min_crop=0.3), size, fast_crop=True)
     sampler = MicroBatchSampler(count=len(samples), seed=0, batch_size=2)
     loader = TrainingLoader(
         samples,

@@ -11,6 +11,7 @@ import pytest
 import tifffile
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import vit
 from tests.serving.conftest import running
@@ -18,6 +19,7 @@ from tests.training.children import Job, complete, differences
 from tests.training.children import train as train_child
 from vit.commands.main import main
 from vit.errors import BadImage, ConfigError, DataError, VitError
+from vit.training.settings_from_data import refuse_for_channels
 from vit.training.train import train
 from vit.weights.saved_model import load_run
 
@@ -190,7 +192,6 @@ def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
         ({"channel_order": ("a",)}, "different numbers from 0 to 3"),
         ({"channel_order": ("1", "1")}, "different numbers from 0 to 3"),
         ({"channels": 4}, "leave --in-chans out"),
-        ({"cache": "ram"}, "RGB of 8 bits"),
         ({"auto_augment": "randaugment"}, "--color-jitter"),
         ({"mean": (0.4, 0.5, 0.5)}, "each channel has its own"),
     ],
@@ -199,6 +200,20 @@ def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, se
     with pytest.raises(ConfigError, match=part) as caught:
         train(config_of(deep_data, **settings), tmp_path / "run")
     assert str(caught.value).startswith(next(iter(settings)))
+
+
+def test_a_cache_of_channels_gives_the_same_network(deep_data, deep_run, config_of, tmp_path):
+    for kind in ("disk", "device"):
+        folder = str(tmp_path / f"{kind}.images")
+        more = {"cache": kind, "cache_folder": folder, "color_jitter": 0.3 * (kind == "device")}
+        train(config_of(deep_data, epochs=2, **more), tmp_path / kind)
+    kept, whole = (load_file(run / "model.safetensors") for run in (tmp_path / "disk", deep_run))
+    assert kept.keys() == whole.keys()
+    assert all(torch.equal(kept[name], whole[name]) for name in whole)
+    assert load_run(tmp_path / "device").preprocessing == load_run(deep_run).preprocessing
+    rounds = config_of(deep_data, cache="device", precision="tf32")
+    with pytest.raises(ConfigError, match="TF32 would round the values of channels"):
+        refuse_for_channels(rounds)
 
 
 @pytest.mark.parametrize("other", ["three.tif", "photo.jpg"])

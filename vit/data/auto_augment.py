@@ -31,6 +31,8 @@ BLUR_SIGMA = (0.1, 2.0)
 """Range of the standard deviation of 3-Augment's blur, in pixels."""
 LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in grey (ITU-R BT.601), as in Pillow's mode L."""
+NOISE = 0.1
+"""Largest standard deviation of the noise of a channel, as a share of its range and strength."""
 Colour = Literal["brightness", "contrast", "saturation"]
 COLOURS: tuple[Colour, ...] = ("brightness", "contrast", "saturation")
 
@@ -83,7 +85,7 @@ class ChannelJitter:
         values *= factors[0]
         means = values.mean(axis=(0, 1))
         values = (values - means) * factors[1] + means
-        sigma = 0.1 * strength * torch.rand(1).item()
+        sigma = NOISE * strength * torch.rand(1).item()
         values += sigma * torch.randn(*values.shape).numpy()
         drop, chosen = torch.rand(2).tolist()
         if channels > 1 and drop < strength / 3:

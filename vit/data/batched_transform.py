@@ -8,6 +8,8 @@
 Crop, resize, mirroring, shift and blur are linear and separable, so each view is two products of
 matrices, whatever of them it has. What it draws is that of `TrainingTransform`, from other random
 numbers; what it computes differs by rounding, and blur is Gaussian instead of close to it.
+Channels of instruments are moved to the low end of their range first, since float32 has few digits
+for small differences of large values.
 
 Nothing here waits for the device, and the processor launches as much for a batch of any size.
 """
@@ -20,14 +22,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from vit.data.auto_augment import BLUR_SIGMA, LUMA, THREE_JITTER
+from vit.data.auto_augment import BLUR_SIGMA, LUMA, NOISE, THREE_JITTER
 from vit.data.multi_view import LocalCrop, MultiViewTransform
 from vit.data.preprocessing import Interpolation, Preprocessing
 from vit.data.transforms import MAX_ATTEMPTS, TrainingTransform, Transform
 
 CROP_NUMBERS = 4 * MAX_ATTEMPTS
 NUMBERS = CROP_NUMBERS + 10
-"""Random numbers of a view."""
+"""Random numbers of a view, without those of its channels."""
 ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
 CONTRAST, SATURATION = 1, 2
 """Positions in `auto_augment.COLOURS`."""
@@ -66,8 +68,9 @@ class BatchedTransform:
         most = 0
         for view, boxes in self.kinds:
             rows, cols = view.image_size
-            sizes = (3 * height * width, 3 * rows * width, 3 * rows * cols, rows * height)
-            most = max(most, len(boxes) * max(*sizes, cols * width))
+            areas = (height * width, rows * width, rows * cols)
+            sizes = [view.channels * area for area in areas] + [rows * height, cols * width]
+            most = max(most, len(boxes) * max(*sizes, 2 * view.channel_numbers))
         return most
 
     def seeds(self, counters: Tensor) -> Tensor:
@@ -82,26 +85,27 @@ class BatchedTransform:
         """Transform images.
 
         Args:
-            pixels: RGB, (images, height, width, 3) uint8; what is beyond an image's own size is
-                not read.
+            pixels: RGB, (images, height, width, 3) uint8, or channels in their type; what is
+                beyond an image's own size is not read.
             sizes: (height, width) of each, (images, 2).
 
         Returns:
-            (images, 3, *image_size) uint8 in channels-last memory format.
+            (images, channels, *image_size) of that type in channels-last memory format.
         """
         floats = pixels.float()
-        result = pixels.new_zeros(len(pixels), *self.image_size, 3)
+        result = pixels.new_zeros(len(pixels), *self.image_size, pixels.shape[-1])
         first = 0
         for view, boxes in self.kinds:
             count = len(boxes)
             flat = rearrange(seeds[:, first : first + count], "images views -> (views images)")
             images = floats.repeat(count, 1, 1, 1) if count > 1 else floats
-            views = view(images, sizes.repeat(count, 1), uniform_numbers(flat))
+            numbers = uniform_numbers(flat, NUMBERS + view.channel_numbers)
+            views = view(images, sizes.repeat(count, 1), numbers)
             rows, cols = views.shape[1:3]
             for (top, left), made in zip(boxes, views.chunk(count), strict=True):
                 result[:, top : top + rows, left : left + cols] = made
             first += count
-        return rearrange(result, "images height width rgb -> images rgb height width")
+        return rearrange(result, "images rows cols channels -> images channels rows cols")
 
 
 class View:
@@ -115,34 +119,51 @@ class View:
         three = self.config.auto_augment == "three"
         self.three = three
         self.jitter = self.config.color_jitter or (THREE_JITTER if three else 0.0)
+        spec = self.preprocessing.channels
+        self.spec, self.channels = spec, self.preprocessing.num_channels
+        self.low = (0.0,) * 3 if spec is None else spec.low
+        self.dtype: torch.dtype = getattr(torch, self.preprocessing.value_type)
+        whole = not self.dtype.is_floating_point
+        self.range = (0, torch.iinfo(self.dtype).max) if whole else (-math.inf, math.inf)
+        """Of the values of the type."""
+        values = self.channels * math.prod(self.image_size)
+        self.channel_numbers = 3 + 2 * self.channels + values if spec and self.jitter else 0
+        """Random numbers of a view for `varied`."""
 
     def __call__(self, images: Tensor, sizes: Tensor, numbers: Tensor) -> Tensor:
-        """(images, height, width, 3) floats -> (images, *image_size, 3) uint8."""
+        """(images, height, width, 3) floats -> (images, *image_size, 3) uint8, or channels."""
         config = self.config
         sizes = sizes.to(numbers)
         boxes = self.boxes(sizes, numbers[:, :CROP_NUMBERS])
-        which, strength, order, *factors = numbers[:, CROP_NUMBERS + 4 :].unbind(1)
+        which, strength, order, *factors = numbers[:, CROP_NUMBERS + 4 : NUMBERS].unbind(1)
         kind = (3 * which).long() if self.three else None  # greyscale, solarisation, blur
         low, high = BLUR_SIGMA
         sigma = None if kind is None else torch.where(kind == 2, low + (high - low) * strength, 0.0)
         rows, along = self.axis(0, boxes.top, boxes.height, images, sizes, numbers, sigma)
         columns, across = self.axis(1, boxes.left, boxes.width, images, sizes, numbers, sigma)
-        half = torch.bmm(rows, rearrange(images, "n rows cols rgb -> n rows (cols rgb)"))
-        half = rearrange(half, "n rows (cols rgb) -> n cols (rows rgb)", rgb=3)
+        zero = constant(self.low, images.device)
+        if any(self.low):
+            images = images - zero
+        half = torch.bmm(rows, rearrange(images, "n rows cols c -> n rows (cols c)"))
+        half = rearrange(half, "n rows (cols c) -> n cols (rows c)", c=self.channels)
         views = torch.bmm(columns, half)
-        views = rearrange(views, "n cols (rows rgb) -> n rows cols rgb", rgb=3)
+        views = rearrange(views, "n cols (rows c) -> n rows cols c", c=self.channels)
         if config.translate:
-            fill = constant(self.preprocessing.mean_colour, views.device).to(views)
+            fill = constant(self.preprocessing.mean_colour, views.device).to(views) - zero
             uncovered = 1 - along[:, :, None] * across[:, None, :]
             views = views + uncovered[..., None] * fill
-        views = views.clamp(0, 255)
+        if any(self.low):
+            views = views + zero
+        views = views.clamp(*self.range)
         if kind is not None:
             solarised = (kind == 1)[:, None, None, None]
             views = torch.where(solarised, torch.minimum(views, 255 - views), views)
-        if self.jitter:
+        if self.channel_numbers:
+            views = self.varied(views, numbers[:, NUMBERS:]).clamp(*self.range)
+        elif self.jitter:
             grey = torch.zeros_like(which) if kind is None else (kind == 0).to(which)
             views = self.adjusted(views, grey, order, torch.stack(factors, 1))
-        return views.round().to(torch.uint8)
+        return (views if self.dtype.is_floating_point else views.round()).to(self.dtype)
 
     def axis(
         self,
@@ -193,6 +214,29 @@ class View:
         box_height = torch.where(none, torch.minimum(height, width * largest), box_height)
         x, y = (torch.where(none, 0.5, each) for each in (x, y))
         return Boxes(x * (width - box_width), y * (height - box_height), box_width, box_height)
+
+    def varied(self, views: Tensor, numbers: Tensor) -> Tensor:
+        """As `ChannelJitter`: (images, height, width, channels), by (images, channel_numbers) in
+        [0, 1)."""
+        spec, strength, channels = self.spec, self.jitter, self.channels
+        assert spec is not None
+        low, high, mean = (constant(v, views.device) for v in (spec.low, spec.high, spec.mean))
+        (scale, drop, chosen), drawn = numbers[:, :3].unbind(1), numbers[:, 3:]
+        least, most = max(0.0, 1 - strength), 1 + strength
+        factors = least + (most - least) * drawn[:, : 2 * channels]
+        brightness, contrast = factors.view(-1, 2, 1, 1, channels).unbind(1)
+        shares = (views - low) / (high - low) * brightness
+        means = shares.mean((1, 2), keepdim=True)
+        uniform = drawn[:, 2 * channels :].clamp(min=2**-25)  # 0 would be infinite
+        noise = math.sqrt(2) * torch.erfinv(2 * uniform - 1).view_as(views)
+        sigma = NOISE * strength * scale[:, None, None, None]
+        shares = (shares - means) * contrast + means + sigma * noise
+        if channels > 1:
+            numbered = torch.arange(channels, device=views.device)
+            left_out = (channels * chosen).long()[:, None] == numbered
+            left_out &= (drop < strength / 3)[:, None]
+            shares = torch.where(left_out[:, None, None], mean, shares)
+        return shares * (high - low) + low
 
     def adjusted(self, views: Tensor, grey: Tensor, order: Tensor, numbers: Tensor) -> Tensor:
         """Greyscale, then brightness, contrast and saturation in random order, as `adjust_colours`
@@ -305,14 +349,14 @@ def constant(values: tuple[Any, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
-def uniform_numbers(seeds: Tensor) -> Tensor:
-    """Numbers in [0, 1) by hashing, (images, NUMBERS) float32: the same for equal seeds, on every
+def uniform_numbers(seeds: Tensor, count: int = NUMBERS) -> Tensor:
+    """Numbers in [0, 1) by hashing, (images, count) float32: the same for equal seeds, on every
     device.
 
     Source: SplitMix64, Steele et al., "Fast Splittable Pseudorandom Number Generators", figure 17,
     doi:10.1145/2660193.2660195.
     """
-    steps = torch.arange(1, NUMBERS + 1, device=seeds.device)
+    steps = torch.arange(1, count + 1, device=seeds.device)
     bits = mixed_bits(seeds[:, None] + GOLDEN * steps)
     return ((bits >> 40) & 0xFFFFFF).float() / 2**24
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from vit.data.batched_transform import BatchedTransform
 from vit.data.dataset import AllocateBatch, Batch, ImageDataset
 from vit.data.image_cache import UNREADABLE, ImageCache
-from vit.data.image_io import read_image
 from vit.data.random_seed import random_seed
 from vit.data.sampler import SampleKey
 from vit.data.transforms import Transform
@@ -43,7 +42,9 @@ class DeviceCache:
         self.sizes = torch.from_numpy(sizes)
         """(height, width) of each, on the CPU; 0 of those that cannot be read."""
         total = int(ends[-1])
-        self.pixels = torch.empty(total, 3, dtype=torch.uint8, device=device)
+        self.pixels = torch.empty(total, images.pixel_bytes, dtype=torch.uint8, device=device)
+        """Bytes of any type: a GPU indexes no 16-bit integers without a sign."""
+        self.dtype: torch.dtype = getattr(torch, images.dtype.name)
         self.starts = torch.from_numpy(ends - counts).to(device)
         self.device_sizes = self.sizes.to(device)
         first = 0
@@ -51,7 +52,11 @@ class DeviceCache:
             most = ends[first] - counts[first] + COPIED_PIXELS
             last = max(int(np.searchsorted(ends, most, side="right")), first + 1)
             found = [images.pixels(number) for number in range(first, last)]
-            flat = [each.reshape(-1, 3) for each in found if each is not None]
+            flat = [
+                each.view(np.uint8).reshape(-1, images.pixel_bytes)
+                for each in found
+                if each is not None
+            ]
             if flat:
                 begin = int(ends[first] - counts[first])
                 block = torch.from_numpy(np.concatenate(flat))
@@ -66,14 +71,15 @@ class DeviceCache:
     def gather(self, samples: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The pixels of images, and their sizes (height, width), (images, 2) int64.
 
-        Pixels are (images, height, width, 3) uint8 of the largest size, undefined beyond each
+        Pixels are (images, height, width, channels) of the largest size, undefined beyond each
         image.
         """
         height, width = self.sizes[samples].amax(0).tolist()
         sizes = self.device_sizes[chosen]
         rows, cols = (torch.arange(side, device=self.device) for side in (height, width))
         places = self.starts[chosen][:, None, None] + rows[:, None] * sizes[:, 1, None, None] + cols
-        return self.pixels[places.clamp_(max=len(self.pixels) - 1)], sizes
+        pixels = self.pixels[places.clamp_(max=len(self.pixels) - 1)]
+        return pixels.view(self.dtype), sizes
 
 
 def free_device_memory(device: torch.device) -> int | None:
@@ -87,7 +93,8 @@ def free_device_memory(device: torch.device) -> int | None:
 def check_device_memory(images: ImageCache, free: int) -> None:
     """Check that `images` leave enough of the `free` bytes of a device to the training."""
     readable = images.index["offset"] != UNREADABLE
-    needed = 3 * int((images.index["height"] * images.index["width"])[readable].sum())
+    pixels = int((images.index["height"] * images.index["width"])[readable].sum())
+    needed = images.pixel_bytes * pixels
     if needed > MOST_OF_FREE_MEMORY * free:
         most = format_bytes(MOST_OF_FREE_MEMORY * free)
         raise DataError(
@@ -131,7 +138,10 @@ class DeviceDataset(ImageDataset):
             some, first = numbers[first : first + len(chunk)], first + len(chunk)
             pixels, sizes = self.device_cache.gather(samples[chunk], some[:, 0])
             parts.append(transform_all(pixels, sizes, some[:, 1:-1]))
-        images = parts[0] if len(parts) == 1 else torch.cat(parts)[numbers[:, -1]]
+        images = parts[0]
+        if len(parts) > 1:
+            signed = torch.int16 if images.dtype == torch.uint16 else images.dtype
+            images = torch.cat(parts).view(signed)[numbers[:, -1]].view(images.dtype)
         positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
         batch = Batch(images, self.labels[samples], samples, positions, failed)
         return self._with_captions(batch, loaded)
@@ -140,7 +150,7 @@ class DeviceDataset(ImageDataset):
         """Why an image is not in the cache."""
         path = self.path(key.sample)
         try:
-            read_image(path)
+            self._transform(key.epoch).read(path)
         except BadImage as bad:
             return BadImage(bad.path, bad.reason)
         return BadImage(path, "it could not be read when the training began")

@@ -2,9 +2,9 @@
 
     header    magic, digest of the index                           128 bytes
     index     offset, height, width, fingerprint of the image's file
-    pixels    RGB, (height, width, 3) uint8 each
+    pixels    RGB, (height, width, 3) uint8 each, or channels of instruments in the run's type
 
-The file's name is a hash of the paths, their order, the side and the intensity range. A cache is
+The file's name is a hash of the paths, their order, the side, and how values are read. A cache is
 written under another name and renamed when it is complete and on the disk; the next builder deletes
 what an interrupted one left. Unreadable images have no pixels in it: they are read from their
 files, which raises their error again.
@@ -27,10 +27,18 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 from vit.atomic_files import lock_file, locked, rename_file
-from vit.data.image_io import IntensityRange, Pixels, file_fingerprint, read_pixels, read_size
+from vit.data.image_io import (
+    IntensityRange,
+    file_fingerprint,
+    read_channels,
+    read_pixels,
+    read_size,
+)
+from vit.data.instrument_images import Array, ChannelSpec
 from vit.errors import BadImage, DataError
 from vit.paths import user_cache
 from vit.text import Notify, format_bytes, plural, printable
@@ -59,11 +67,17 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class ImageCache:
-    """Decoded images by sample index; the file may be deleted once this object exists."""
+    """Decoded images by sample index; the file may be deleted once this object exists.
 
-    def __init__(self, file: Path, index: Index) -> None:
-        self.file = file
-        self.index = index
+    Args:
+        spec: Channels of the images; None: they are RGB of 8 bits.
+    """
+
+    def __init__(self, file: Path, index: Index, spec: ChannelSpec | None = None) -> None:
+        self.file, self.index, self.spec = file, index, spec
+        self.channels = 3 if spec is None else len(spec.order)
+        self.dtype = np.dtype("uint8" if spec is None else spec.value_type)
+        self.pixel_bytes = pixel_bytes(spec)
         with file.open("rb") as opened:
             lock_file(opened, wait=True, shared=True)  # for as long as it is mapped
             if opened.read(HEADER_BYTES) != header_of(index.tobytes()):
@@ -74,16 +88,19 @@ class ImageCache:
             os.utime(file)  # the time of the last use, for eviction
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImageCache, (self.file, self.index)  # a spawned process maps the file itself
+        # a spawned process maps the file itself
+        return ImageCache, (self.file, self.index, self.spec)
 
-    def pixels(self, number: int) -> Pixels | None:
-        """The pixels of sample `number`, (height, width, 3); None if it is not in the cache."""
+    def pixels(self, number: int) -> Array | None:
+        """The pixels of sample `number`, (height, width, channels); None if it is not in the
+        cache."""
         offset, height, width = (
             int(self.index[name][number]) for name in ("offset", "height", "width")
         )
         if offset == UNREADABLE:
             return None
-        return self.bytes[offset : offset + 3 * height * width].reshape(height, width, 3)
+        flat = self.bytes[offset : offset + self.pixel_bytes * height * width]
+        return flat.view(self.dtype).reshape(height, width, self.channels)
 
     def unlink(self) -> None:
         """Delete the file's name; its memory is freed when the last process that maps it ends."""
@@ -96,6 +113,11 @@ def cache_side(image_size: int, min_crop: float) -> int:
     return math.ceil(image_size / math.sqrt((min_crop + 1) / 2))
 
 
+def pixel_bytes(spec: ChannelSpec | None) -> int:
+    """Bytes of a pixel of RGB or of the channels `spec`."""
+    return 3 if spec is None else len(spec.order) * np.dtype(spec.value_type).itemsize
+
+
 def open_cache(
     paths: Sequence[str],
     *,
@@ -103,6 +125,7 @@ def open_cache(
     kind: Kind,
     folder: Path | None = None,
     intensity_range: IntensityRange | None = None,
+    channels: ChannelSpec | None = None,
     threads: int = 2,
     notify: Notify = lambda _: None,
     advance: Callable[[int], object] = lambda _: None,
@@ -111,18 +134,21 @@ def open_cache(
 
     Args:
         side: Short side of cached images, in pixels; smaller images are not resized.
+        channels: Those that are kept of images of instruments; None: RGB of 8 bits.
     """
     folder = _folder(kind, folder)
-    file = folder / _file_name(paths, side, intensity_range)
+    values = intensity_range or () if channels is None else (channels,)
+    file = folder / _file_name(paths, side, *values)
     try:
         _make_folder(folder, private=kind == "ram")
         index = new_index(paths)
-        cache = _open_valid(file, index)
+        cache = _open_valid(file, index, channels)
         if cache is None:
             with locked(_lock_file(file)):
-                cache = _open_valid(file, index)  # another process may have built it meanwhile
+                # another process may have built it meanwhile
+                cache = _open_valid(file, index, channels)
                 if cache is None:
-                    builder = _Builder(paths, index, side, file, threads, intensity_range)
+                    builder = _Builder(paths, index, side, file, threads, intensity_range, channels)
                     builder.reserve_space(kind, notify)
                     cache = builder.build(advance)
         return cache
@@ -157,11 +183,11 @@ def _make_folder(folder: Path, *, private: bool) -> None:
         )
 
 
-def _file_name(paths: Sequence[str], side: int, intensity_range: IntensityRange | None) -> str:
+def _file_name(paths: Sequence[str], *settings: object) -> str:
     folder = os.getcwd()
     absolute = (os.path.join(folder, path) for path in paths)
-    settings = [str(side), *map(str, intensity_range or ())]
-    key = hashlib.sha256("\0".join([*settings, *absolute]).encode("utf-8", "surrogateescape"))
+    named = "\0".join([*map(str, settings), *absolute])
+    key = hashlib.sha256(named.encode("utf-8", "surrogateescape"))
     return f"images-{key.hexdigest()[:24]}"
 
 
@@ -169,11 +195,11 @@ def _lock_file(file: Path) -> Path:
     return file.with_suffix(".lock")
 
 
-def _open_valid(file: Path, expected: Index) -> ImageCache | None:
+def _open_valid(file: Path, expected: Index, spec: ChannelSpec | None) -> ImageCache | None:
     """The cache in `file` if it is complete and its images are unchanged."""
     index = read_valid_index(file, expected)
     with contextlib.suppress(FileNotFoundError):  # deleted or rebuilt meanwhile
-        return None if index is None else ImageCache(file, index)
+        return None if index is None else ImageCache(file, index, spec)
     return None
 
 
@@ -188,9 +214,10 @@ class _Builder:
         file: Path,
         threads: int,
         intensity_range: IntensityRange | None,
+        channels: ChannelSpec | None,
     ) -> None:
         self.paths, self.index, self.side, self.file = paths, index.copy(), side, file
-        self.threads, self.intensity_range = threads, intensity_range
+        self.threads, self.intensity_range, self.channels = threads, intensity_range, channels
         sampled = paths[:: math.ceil(len(paths) / MAX_SIZED)]
         with ThreadPoolExecutor(threads, "cache-size") as pool:
             size = sum(pool.map(self._pixel_bytes, sampled, chunksize=CHUNK))
@@ -252,16 +279,16 @@ class _Builder:
             rename_file(unfinished, self.file)
         finally:
             unfinished.unlink(missing_ok=True)
-        return ImageCache(self.file, self.index)
+        return ImageCache(self.file, self.index, self.channels)
 
     def _pixel_bytes(self, path: str) -> int:
         try:
             width, height = self._cached_size(*read_size(path))
         except BadImage:
             return 0
-        return 3 * width * height
+        return pixel_bytes(self.channels) * width * height
 
-    def _decode_chunks(self, pool: ThreadPoolExecutor) -> Iterator[tuple[int, list[Pixels | None]]]:
+    def _decode_chunks(self, pool: ThreadPoolExecutor) -> Iterator[tuple[int, list[Array | None]]]:
         """All images in chunks, each with the number of its first image.
 
         This thread or those of `pool` decode them, whichever was faster: Python's part of small
@@ -278,11 +305,15 @@ class _Builder:
             seconds.append(time.perf_counter() - began)
             yield first, decoded
 
-    def _decode_all(self, paths: Sequence[str]) -> list[Pixels | None]:
+    def _decode_all(self, paths: Sequence[str]) -> list[Array | None]:
         return [self._decode(path) for path in paths]
 
-    def _decode(self, path: str) -> Pixels | None:
+    def _decode(self, path: str) -> Array | None:
         try:
+            if self.channels is not None:
+                channels = read_channels(path, self.channels)
+                size = self._cached_size(*channels.size)
+                return channels.resize(size, Image.Resampling.BICUBIC).to_array()
             pixels = read_pixels(path, self._min_size, intensity_range=self.intensity_range)
         except BadImage:
             return None

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from vit.config import AugmentConfig
 from vit.data.auto_augment import build_operations
-from vit.data.instrument_images import ChannelImage
+from vit.data.instrument_images import Array, ChannelImage
 from vit.data.preprocessing import (
     MAX_RESIZED_PIXELS,
     RESAMPLING,
@@ -69,8 +69,8 @@ class Transform(Protocol):
 class PixelSource(Protocol):
     """Provides the pixels of one image, from a file or a cache."""
 
-    def __call__(self, min_size: "MinSize") -> "Pixels":
-        """Upright RGB, (height, width, 3) uint8; may be smaller than the original."""
+    def __call__(self, min_size: "MinSize") -> Array:
+        """Upright RGB, (height, width, 3) uint8, or channels; may be smaller than the original."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class TrainingTransform:
             config, preprocessing.mean_colour, preprocessing.channels
         )
         whole = config.min_crop == 1 and config.random_crop == "resized"
-        self.moves_pixels = whole and not config.rotate and not self.operations
+        self.moves_pixels = rgb and whole and not config.rotate and not self.operations
         """Whether images are resized, mirrored and shifted only."""
 
     def read(self, path: str) -> AnyImage:
@@ -157,7 +157,7 @@ class TrainingTransform:
         """`__call__` of the pixels of `source`, with the same random numbers."""
         if not self.fast_crop:
             whole = source(lambda width, height: (width, height))
-            return self._move(whole) if self.moves_pixels else self(Image.fromarray(whole))
+            return self._move(whole) if self.moves_pixels else self(self._image(whole))
         config = self.config
         crop = FastCrop(self.image_size, self.preprocessing.interpolation, self._sample_box)
         pixels = crop(source)
@@ -170,6 +170,10 @@ class TrainingTransform:
             image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
             pixels = to_channels_last(self._distort(image))
         return self._erase(pixels)
+
+    def _image(self, values: Array) -> AnyImage:
+        rgb = self.preprocessing.channels is None
+        return Image.fromarray(values) if rgb else ChannelImage(values)
 
     def _move(self, pixels: "Pixels") -> Tensor:
         """`__call__` of an image with `moves_pixels`: the same result, in a third of the time."""

@@ -19,6 +19,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import DeviceCache, check_device_memory, free_device_memory
 from vit.data.image_cache import SHARED_MEMORY, Kind, cache_side, open_cache
 from vit.data.image_io import read_bytes
+from vit.data.preprocessing import spec_from_config
 from vit.data.sampler import SampleKey
 from vit.errors import BadImage, ConfigError
 from vit.precision import autocast
@@ -73,6 +74,7 @@ def with_cache(config: Config, splits: Splits, accelerator: Accelerator, notify:
             kind=kind,
             folder=None if data.cache_folder is None else Path(data.cache_folder).expanduser(),
             intensity_range=data.intensity_range,
+            channels=spec_from_config(data),
             threads=max(data.workers or default_workers(1), 1),
             notify=notify,
             advance=bar.update,

@@ -544,9 +544,9 @@ def decide_cache(plan: Plan) -> None:
     facts = plan.facts
     crop = plan.get("min_crop", 1.0)
     kept = min(plan.get("image_size", facts.side) / math.sqrt((crop + 1) / 2), facts.side)
-    bytes_needed = 3 * facts.images * kept**2 * 1.5
+    bytes_needed = (4 * facts.channels or 3) * facts.images * kept**2 * 1.5
     fits = bytes_needed < min(MOST_CACHE, CACHE_SHARE * facts.memory)
-    if not fits or plan.get("decode") == "exact" or facts.channels:
+    if not fits or plan.get("decode") == "exact":
         return
     every = plan.values
     augment = AugmentConfig(
@@ -555,7 +555,8 @@ def decide_cache(plan: Plan) -> None:
     decoded = f"{format_bytes(bytes_needed)} decoded once"
     # of a GPU that holds a part of the batch at a time, nothing is left
     on_device = plan.fits is None and bytes_needed < CACHE_SHARE * facts.device_memory
-    if on_device and augment.unbatched is None:
+    # that of channels has not been measured on a GPU
+    if on_device and augment.unbatched is None and not facts.channels:
         plan.decide("cache", "device", f"{decoded}; the GPU crops and varies them")
     else:
         plan.decide("cache", "ram", decoded)

@@ -232,8 +232,8 @@ def check_same_channels(paths: Sequence[str], stored: Mapping[str, StoredValues]
 
 def refuse_for_channels(config: Config) -> None:
     """Refuse what needs colours of 8 bits."""
-    if config.data.cache != "none":
-        config.data.refuse("cache", "it keeps RGB of 8 bits; leave it out for other channels")
+    if config.data.cache == "device" and config.run.precision == "tf32":
+        config.data.refuse("cache", "TF32 would round the values of channels; use --cache ram")
     for name in ("mean", "std"):
         if getattr(config.data, name) != getattr(DataConfig, name):  # a plan's file has both
             config.data.refuse(name, "each channel has its own, which is measured; leave it out")
