@@ -42,7 +42,8 @@ class DeviceCache:
         self.sizes = torch.from_numpy(sizes)
         """(height, width) of each, on the CPU; 0 of those that cannot be read."""
         total = int(ends[-1])
-        self.pixels = torch.empty(total, images.pixel_bytes, dtype=torch.uint8, device=device)
+        size = images.pixel_bytes
+        self.pixels = torch.empty(total, size, dtype=torch.uint8, device=device)
         """Bytes of any type: a GPU indexes no 16-bit integers without a sign."""
         self.dtype: torch.dtype = getattr(torch, images.dtype.name)
         self.starts = torch.from_numpy(ends - counts).to(device)
@@ -52,11 +53,7 @@ class DeviceCache:
             most = ends[first] - counts[first] + COPIED_PIXELS
             last = max(int(np.searchsorted(ends, most, side="right")), first + 1)
             found = [images.pixels(number) for number in range(first, last)]
-            flat = [
-                each.view(np.uint8).reshape(-1, images.pixel_bytes)
-                for each in found
-                if each is not None
-            ]
+            flat = [one.view(np.uint8).reshape(-1, size) for one in found if one is not None]
             if flat:
                 begin = int(ends[first] - counts[first])
                 block = torch.from_numpy(np.concatenate(flat))

@@ -92,8 +92,7 @@ class ImageCache:
         return ImageCache, (self.file, self.index, self.spec)
 
     def pixels(self, number: int) -> Array | None:
-        """The pixels of sample `number`, (height, width, channels); None if it is not in the
-        cache."""
+        """The pixels of sample `number`, (height, width, channels); None if they are not here."""
         offset, height, width = (
             int(self.index[name][number]) for name in ("offset", "height", "width")
         )

@@ -137,8 +137,8 @@ class TrainingTransform:
             config, preprocessing.mean_colour, preprocessing.channels
         )
         whole = config.min_crop == 1 and config.random_crop == "resized"
-        self.moves_pixels = rgb and whole and not config.rotate and not self.operations
-        """Whether images are resized, mirrored and shifted only."""
+        self.moves_pixels = whole and not config.rotate and not self.operations
+        """Whether images of RGB are resized, mirrored and shifted only."""
 
     def read(self, path: str) -> AnyImage:
         """Read an image as `__call__` takes it."""
@@ -157,7 +157,9 @@ class TrainingTransform:
         """`__call__` of the pixels of `source`, with the same random numbers."""
         if not self.fast_crop:
             whole = source(lambda width, height: (width, height))
-            return self._move(whole) if self.moves_pixels else self(self._image(whole))
+            if self.preprocessing.channels is not None:
+                return self(ChannelImage(whole))
+            return self._move(whole) if self.moves_pixels else self(Image.fromarray(whole))
         config = self.config
         crop = FastCrop(self.image_size, self.preprocessing.interpolation, self._sample_box)
         pixels = crop(source)
@@ -170,10 +172,6 @@ class TrainingTransform:
             image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
             pixels = to_channels_last(self._distort(image))
         return self._erase(pixels)
-
-    def _image(self, values: Array) -> AnyImage:
-        rgb = self.preprocessing.channels is None
-        return Image.fromarray(values) if rgb else ChannelImage(values)
 
     def _move(self, pixels: "Pixels") -> Tensor:
         """`__call__` of an image with `moves_pixels`: the same result, in a third of the time."""
