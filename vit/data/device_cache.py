@@ -24,7 +24,7 @@ from vit.text import format_bytes
 
 CHUNK_BYTES = 2**28
 """Of the largest tensor of images that are transformed together; several are alive at once."""
-COPIED_PIXELS = 2**24
+COPIED_BYTES = 3 * 2**24
 """That are copied to the device at a time."""
 MOST_OF_FREE_MEMORY = 0.5
 """Most of the free memory of a GPU that the images may take."""
@@ -49,8 +49,8 @@ class DeviceCache:
         self.starts = torch.from_numpy(ends - counts).to(device)
         self.device_sizes = self.sizes.to(device)
         first = 0
-        while first < len(index):  # whole images, about COPIED_PIXELS of them
-            most = ends[first] - counts[first] + COPIED_PIXELS
+        while first < len(index):  # whole images, about COPIED_BYTES of them
+            most = ends[first] - counts[first] + COPIED_BYTES // size
             last = max(int(np.searchsorted(ends, most, side="right")), first + 1)
             found = [images.pixels(number) for number in range(first, last)]
             flat = [one.view(np.uint8).reshape(-1, size) for one in found if one is not None]
@@ -138,7 +138,8 @@ class DeviceDataset(ImageDataset):
         images = parts[0]
         if len(parts) > 1:
             signed = torch.int16 if images.dtype == torch.uint16 else images.dtype
-            images = torch.cat(parts).view(signed)[numbers[:, -1]].view(images.dtype)
+            together = torch.cat([part.view(signed) for part in parts])
+            images = together[numbers[:, -1]].view(images.dtype)
         positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
         batch = Batch(images, self.labels[samples], samples, positions, failed)
         return self._with_captions(batch, loaded)
