@@ -1,8 +1,10 @@
 """Networks of any number of channels, in their full depth: from files to every engine's answer."""
 
+import re
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,18 +190,19 @@ def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"channel_order": ("9",)}, "different numbers from 0 to 3"),
-        ({"channel_order": ("a",)}, "different numbers from 0 to 3"),
-        ({"channel_order": ("1", "1")}, "different numbers from 0 to 3"),
+        ({"channel_order": ("9",)}, "--channels 9: give different numbers from 0 to 3"),
+        ({"channel_order": ("a",)}, "--channels a: .* or words as names for all 4 channels"),
+        ({"channel_order": ("1", "1")}, "--channels 1,1: give different numbers from 0 to 3"),
+        ({"axes": "Z"}, r"mend|no axis Z for channels in YXS; see --axes Z"),
         ({"channels": 4}, "leave --in-chans out"),
         ({"auto_augment": "randaugment"}, "--color-jitter"),
         ({"mean": (0.4, 0.5, 0.5)}, "each channel has its own"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, settings, part):
-    with pytest.raises(ConfigError, match=part) as caught:
+    with pytest.raises(VitError, match=part) as caught:
         train(config_of(deep_data, **settings), tmp_path / "run")
-    assert str(caught.value).startswith(next(iter(settings)))
+    assert str(caught.value).startswith((next(iter(settings)), "--channels", str(deep_data)))
 
 
 def test_a_cache_of_channels_gives_the_same_network(deep_data, deep_run, config_of, tmp_path):
@@ -264,7 +267,8 @@ def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
     train(config_of(deep_data, epochs=1, channel_order=("3", "0")), out)
     chosen = load_run(out).preprocessing.channels
     assert chosen.order == (3, 0)
-    with pytest.raises(VitError, match="channel_order"):
+    train(config_of(deep_data, epochs=1, channel_order=("3", "0")), out, resume=True)
+    with pytest.raises(VitError, match="--channels='3,1' differs from '3,0'"):
         train(config_of(deep_data, epochs=1, channel_order=("3", "1")), out, resume=True)
     train(config_of(deep_data, epochs=1), out, resume=True)
     assert load_run(out).preprocessing.channels == chosen
@@ -296,13 +300,105 @@ def test_folds_of_four_channels(deep_data, config_of, tmp_path):
     assert set(record["scores"]) == {"1", "2"}
 
 
-def test_pages_that_are_not_read_are_told(config_of, tmp_path, capsys):
-    def write(path: Path, seed: int) -> None:
-        values = disc(4, level=2000, noise=150, contrast=1500, seed=seed).astype(np.uint16)
-        pages = values.transpose(2, 0, 1)  # as ImageJ keeps channels
-        tifffile.imwrite(path.with_suffix(".tif"), pages, imagej=True, metadata={"axes": "CYX"})
+NAMES = ("red", "nir", "green", "blue")
 
-    train(config_of(folder_of(tmp_path / "data", write, 10), epochs=1), tmp_path / "run")
-    assert "20 images with several pages, of which only the first is read" in (
-        capsys.readouterr().err
-    )
+
+def write_pages(path: Path, seed: int, names=NAMES, axes="CYX", **more: Any) -> None:
+    """Four channels of 16 bits as pages of an OME-TIFF."""
+    values = disc(4, level=2000, noise=150, contrast=1500, seed=seed).astype(np.uint16)
+    metadata = {"axes": axes, "Channel": {"Name": list(names)} if axes == "CYX" else None}
+    options = {"photometric": "minisblack", "ome": True, "metadata": metadata, **more}
+    tifffile.imwrite(path.with_suffix(".tif"), values.transpose(2, 0, 1), **options)
+
+
+def test_channels_in_pages_are_chosen_by_name_up_to_the_exported_file(config_of, tmp_path, capsys):
+    data, out, other = folder_of(tmp_path / "data", write_pages, 10), tmp_path / "run", "net.onnx"
+    config = config_of(data, epochs=1, channel_order=("blue", "nir"))
+    train(config, out)
+    printed = capsys.readouterr().err
+    assert printed.count("the axis C of the TIFFs is their channels") == 1
+    assert re.search(r"2 channels of uint16.*: blue: \d+ to \d+, nir: ", printed)
+    spec = load_run(out).preprocessing.channels
+    assert (spec.order, spec.names, spec.axes) == ((3, 1), ("blue", "nir"), "")
+    train(config, out, resume=True)  # the names were completed to numbers
+    write_pages(tmp_path / "same.tif", 7)
+    mixed = dict(zip(NAMES, tifffile.imread(tmp_path / "same.tif"), strict=True))
+    order = ("nir", "blue", "red", "green")
+    values = np.stack([mixed[name] for name in order])
+    known = {"photometric": "minisblack", "ome": True}
+    metadata = {"axes": "CYX", "Channel": {"Name": list(order)}}
+    tifffile.imwrite(tmp_path / "mixed.tif", values, metadata=metadata, **known)
+    write_pages(tmp_path / "other.tif", 7, names="abcd")
+    vit.export_model(out, tmp_path / other)
+    for source in (out, tmp_path / other):
+        predictor = vit.Predictor(source, **({"precision": "fp32"} if source == out else {}))
+        same, mixed_up, wrong = predictor(
+            [tmp_path / f"{n}.tif" for n in ("same", "mixed", "other")]
+        )
+        assert np.array_equal(shares([same]), shares([mixed_up]))
+        assert "channels named a, b, c, d; the network takes blue, nir" in wrong.error
+
+
+def test_names_that_differ_are_told_or_refused(config_of, tmp_path, capsys):
+    data = folder_of(tmp_path / "data", write_pages, 4)
+    write_pages(data / "disc/3.tif", 7, names="abcd")
+    with pytest.raises(DataError, match=r"red, nir, green, blue, and .*3\.tif a, b, c, d: name"):
+        train(config_of(data, epochs=1, channel_order=("red",)), tmp_path / "run")
+    train(config_of(data, epochs=1), tmp_path / "run")
+    assert "they are taken by number" in capsys.readouterr().err
+    assert load_run(tmp_path / "run").preprocessing.channels.names == ()
+
+
+def test_names_of_the_user_are_those_of_files_without(deep_data, config_of, tmp_path):
+    train(config_of(deep_data, epochs=1, channel_order=NAMES), tmp_path / "run")
+    spec = load_run(tmp_path / "run").preprocessing.channels
+    assert (spec.order, spec.names) == ((0, 1, 2, 3), NAMES)
+
+
+def test_planes_of_another_axis_are_channels_everywhere(config_of, tmp_path, capsys):
+    data, out = folder_of(tmp_path / "data", partial(write_pages, axes="ZYX"), 10), tmp_path / "run"
+    with pytest.raises(BadImage, match=r"axes ZYX \(4 z\); --axes Z takes 4 planes as channels"):
+        train(config_of(data, epochs=1), out)
+    assert main(["check", str(data)]) == 1
+    assert main(["check", str(data), "--axes", "Z"]) == 0
+    assert "stored in uint16 x 4" in capsys.readouterr().out
+    train(config_of(data, epochs=1, axes="Z"), out)
+    assert load_run(out).preprocessing.channels.axes == "Z"
+    for more in ({}, {"axes": "Z"}):
+        train(config_of(data, epochs=1, **more), out, resume=True)
+    vit.export_model(out, tmp_path / "net.onnx")
+    path = some(data)[1]
+    arrays = [tifffile.imread(path).transpose(1, 2, 0)]
+    expected = shares(vit.Predictor(out, precision="fp32")(arrays))
+    for source in (out, tmp_path / "net.onnx"):
+        predictor = vit.Predictor(source, **({"precision": "fp32"} if source == out else {}))
+        assert np.abs(shares(predictor([path])) - expected).max() < 1e-5
+    with running([out]) as client:
+        (found,) = client.send([("a.tif", path.read_bytes())]).json["results"]
+    assert found["predictions"][0]["score"] == pytest.approx(expected.max(), abs=1e-6)
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_a_plan_shows_channels_as_they_are_typed(config_of, tmp_path, capsys):
+    data = folder_of(tmp_path / "data", write_pages, 4)
+    assert main(["plan", str(data), "--channels", "nir,red", "--precision", "fp32"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 channels (nir, red)" in printed
+    assert re.search(r"\n  --channels +nir,red +given", printed)
+
+
+def test_pixels_without_a_value_are_neither_measured_nor_seen(config_of, tmp_path):
+    def write(path: Path, seed: int) -> None:
+        values = disc(1, level=2000, noise=150, contrast=1500, seed=seed).astype(np.float32)
+        values[: 8 + seed % 3] = -9999
+        tag = (42113, 2, 0, "-9999", True)
+        write_tiff(path.with_suffix(".tif"), values[..., 0], extratags=[tag], planarconfig=None)
+
+    data = folder_of(tmp_path / "data", write, 10)
+    train(config_of(data, epochs=1), tmp_path / "run")
+    preprocessing = load_run(tmp_path / "run").preprocessing
+    spec = preprocessing.channels  # which RGB of 8 bits would not have
+    assert 1400 < spec.low[0] < spec.high[0] < 4000
+    seen = preprocessing.normalise(preprocessing(preprocessing.read(some(data)[0])))
+    assert abs(seen[0, :5]).max() < 1e-5
+    assert seen[0, 12:].std() > 0.5

@@ -552,7 +552,7 @@ def test_small_images_and_photographs_have_their_own_factor_of_passes(photos, mo
     task = get_task("simclr")
     chosen = {"data": str(photos), "task": "simclr", "precision": "fp32"}
     for side, factor in ((160, task.passes_factor), (TINY_SIDE, task.tiny_passes_factor)):
-        monkeypatch.setattr("vit.training.plan.look_at_images", lambda _, s=side: (s, False, 1.0))
+        monkeypatch.setattr("vit.training.plan.look_at_images", lambda *_, s=side: (s, False, 1.0))
         assert plan_training(chosen)[1].facts.passes_factor == factor
 
 

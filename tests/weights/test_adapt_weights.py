@@ -124,6 +124,36 @@ def test_channels_equal_timms(new):
     torch.testing.assert_close(ours, adapt_input_conv(new, kernels).flatten(1))
 
 
+@pytest.mark.parametrize("stem", [{}, {"stem": "conv", "stem_norm": "layernorm"}])
+@pytest.mark.parametrize(
+    "names", [("nir", "Red", "blue", "swir", "green"), ("blue", "green", "red")]
+)
+def test_named_colours_keep_their_kernels_wherever_they_stand(pretrained, stem, names):
+    source = pretrained(**stem)
+    config = changed(source, channels=len(names))
+    state, report = adapt_weights(source, config, channel_names=names)
+    assert "(red, green and blue keep their kernels, others begin at zero)" in report.resized[0]
+    images = torch.randn(2, len(names), 32, 32)
+    order = [[name.lower() for name in names].index(name) for name in ("red", "green", "blue")]
+    networks = [build_classifier(one).eval() for one in (source.config, config)]
+    networks[0].load_state_dict(source.state)
+    networks[1].load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            networks[1](images), networks[0](images[:, order]), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("names", [("red", "green", "nir", "swir"), ()])
+def test_channels_without_the_three_colours_follow_timms_rule(pretrained, names):
+    source = pretrained()
+    config = changed(source, channels=4)
+    state, report = adapt_weights(source, config, channel_names=names)
+    expected, plain = adapt_weights(source, config)
+    assert report == plain
+    assert torch.equal(state[PATCH_WEIGHT], expected[PATCH_WEIGHT])
+
+
 def test_one_channel_becomes_three():
     kernels, images = torch.randn(6, 1, 8, 8), torch.randn(10, 3, 8, 8)
     colours = change_channels(kernels.flatten(1), old=1, new=3)

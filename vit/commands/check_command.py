@@ -44,6 +44,8 @@ class Options(Section):
     workers: int | None = setting(None, "-j", least=1)
     """Processes that read images (default: one a core, at most 16), and threads with --weights (at
     most 8)."""
+    axes: str = ""
+    """Axes of TIFFs that are the channels, as for vit train."""
     no_cache: bool = False
     """Look at every image again, and keep nothing for the next time."""
 
@@ -84,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             device=options.device,
             workers=options.workers,
             cache=not options.no_cache,
+            axes=options.axes,
             progress=lambda stage, done, total: progress(done, total, stage),
             notify=lambda note: notify(f"vit check: {note}"),
         )

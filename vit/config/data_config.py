@@ -12,7 +12,7 @@ Triple = tuple[float, float, float]
 
 
 CHANNEL_SETTINGS = (
-    *("channel_order", "value_type", "file_channels"),
+    *("channel_order", "channel_names", "axes", "value_type", "file_channels"),
     *("channel_ranges", "channel_mean", "channel_std"),
 )
 """How the values of images of instruments are read."""
@@ -96,8 +96,12 @@ class DataConfig(SourceConfig):
     intensity_range: tuple[float, float] | None = None
     """Values of 16-bit and float images that become black and white; measured when left empty."""
     channel_order: tuple[str, ...] = setting((), "--channels", named=False, before_plan=True)
-    """Channels of images of instruments that the network sees in full depth, by number from 0; all,
-    of images of other than 1 or 3 channels, when left empty."""
+    """Channels of images of instruments that the network sees in full depth, by number from 0 or by
+    name; all, of images of other than 1 or 3 channels, when left empty."""
+    axes: str = setting("", before_plan=True)
+    """Axes of TIFFs that are the channels, such as ZC; C, or the samples of a page, when empty."""
+    channel_names: tuple[str, ...] = setting((), **MEASURED)
+    """Names of `channel_order`, of the files or of the user."""
     value_type: Literal["uint8", "uint16", "float32"] | None = setting(None, **MEASURED)
     """Type of the values of `channel_order`; none: images are RGB of 8 bits."""
     file_channels: int | None = setting(None, least=1, **MEASURED)

@@ -74,6 +74,14 @@ def names_by_alias() -> dict[str, str]:
     return found
 
 
+def as_typed_flag(name: str, value: Any) -> tuple[str, Any]:
+    """A setting and its value for messages, as they are typed: `--channels` and `3,0`."""
+    found = all_settings()[name].properties
+    if found.named:
+        return name, value
+    return found.aliases[0], ",".join(value) if isinstance(value, list | tuple) else value
+
+
 class Settings(dict[str, Any]):
     """Settings by field name, converted, in layers by origin; a later layer wins.
 

@@ -124,6 +124,7 @@ def read_image(
     min_size: MinSize | None = None,
     before_decode: Callable[[int], object] = lambda _pixels: None,
     on_dark: Callable[[int], object] | None = None,
+    axes: str = "",
 ) -> Image.Image:
     """Read the image at `path`: its first frame, upright, RGB, with its file's `format`.
 
@@ -136,8 +137,9 @@ def read_image(
             there is memory for them.
         on_dark: Called with the largest value of a 16-bit image that is read nearly black, since
             it uses a small part of the range of its type and `intensity_range` is None.
+        axes: Of a TIFF, those that are channels.
     """
-    with _open_image(path) as image:
+    with _open_image(path, axes) as image:
         before_decode(math.prod(image.size))
         pixels = _decode_intact_jpeg(image, min_size)
         if pixels is None:
@@ -155,7 +157,7 @@ def read_channels(
     before_decode: Callable[[int], object] | None = None,
 ) -> ChannelImage:
     """Read the channels `spec` of the image of an instrument, upright, in the type of `spec`."""
-    with _open_image(path) as image:
+    with _open_image(path, spec.axes) as image:
         if not isinstance(image, ArrayImage) or image.ink:
             raise UnusableFile(f"{image.mode} of 8 bits; the network takes {spec.count} channels")
         if image.channels != spec.count:
@@ -168,11 +170,13 @@ def read_channels(
 
 
 def to_channel_image(image: ArrayImage, spec: ChannelSpec) -> ChannelImage:
-    """Decode the channels `spec` of an image, upright."""
-    values = image.load()[..., list(spec.order)]
+    """Decode the channels `spec` of an image, upright; values that are missing become the fill."""
+    values = image.load()[..., spec.order_of(image.names)]
+    missing = image.missing(values)
+    values = np.where(missing, spec.fill, values) if missing.any() else values
     if not np.isfinite(values).all():
         raise UnusableFile("values that are not finite")
-    channels = ChannelImage(values.astype(spec.value_type), file_format=image.format)
+    channels = ChannelImage(values, dtype=np.dtype(spec.value_type), file_format=image.format)
     transpose = EXIF_TRANSPOSE.get(_orientation(image))
     return channels if transpose is None else channels.transpose(transpose)
 
@@ -204,20 +208,24 @@ def _stored_size(image: Image.Image, min_size: MinSize) -> tuple[int, int]:
     return min_size(*image.size)
 
 
-def read_intensities(path: str | os.PathLike[str]) -> Array:
-    """Read the values of a deep image as stored, (height, width, channels), without opacity."""
-    with _open_image(path) as image:
+def read_intensities(path: str | os.PathLike[str], axes: str = "") -> Array:
+    """Read the values of a deep image as stored, (height, width, channels), without opacity.
+
+    Floating-point numbers, and NaN for pixels without a value, if there are such pixels.
+    """
+    with _open_image(path, axes) as image:
         if not isinstance(image, ArrayImage):
             raise UnusableFile("has 8 bits per channel")
         values = image.load()[..., : image.channels]
-        if not np.isfinite(values).all():
+        missing = image.missing(values)
+        if not (np.isfinite(values) | missing).all():
             raise UnusableFile("values that are not finite")
-        return values
+        return np.where(missing, np.nan, values) if missing.any() else values
 
 
-def read_size(path: PathLike | EncodedImage) -> tuple[int, int]:
+def read_size(path: PathLike | EncodedImage, axes: str = "") -> tuple[int, int]:
     """Read the (width, height) at which an image is decoded, before any EXIF rotation."""
-    with _open_image(path) as image:
+    with _open_image(path, axes) as image:
         return image.size
 
 
@@ -227,16 +235,19 @@ class StoredValues(NamedTuple):
     channels: int
     """Without opacity."""
     dtype: str
-    more_frames: bool = False
-    """Whether it is the first of several pages, and the others are unused."""
+    names: tuple[str, ...] = ()
+    axes: str = ""
+    nodata: float | None = None
+    """The last three as of an `ArrayImage`."""
 
 
-def check_header(path: PathLike | EncodedImage) -> StoredValues | None:
+def check_header(path: PathLike | EncodedImage, axes: str = "") -> StoredValues | None:
     """Check file type, format and size without decoding; None for an image of 8-bit RGB or grey."""
-    with _open_image(path) as image:
+    with _open_image(path, axes) as image:
         if not isinstance(image, ArrayImage) or image.ink:
             return None
-        return StoredValues(image.channels, image.dtype.name, image.more_frames)
+        named = image.names, image.axes, image.nodata
+        return StoredValues(image.channels, image.dtype.name, *named)
 
 
 class Header(NamedTuple):
@@ -257,9 +268,9 @@ class Header(NamedTuple):
     height: int
 
 
-def read_header(path: PathLike | EncodedImage) -> Header:
+def read_header(path: PathLike | EncodedImage, axes: str = "") -> Header:
     """Read the header of the image at `path`."""
-    with _open_image(path) as image:
+    with _open_image(path, axes) as image:
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
         size = image.size[::-1] if transpose in SWAPS_SIDES else image.size
         if isinstance(image, ArrayImage):
@@ -284,8 +295,6 @@ def has_more_frames(path: str | os.PathLike[str]) -> bool:
     Of a format in `STACKS`: in a JPEG, the others are previews that the camera appended.
     """
     with _open_image(path) as image, contextlib.suppress(Exception):  # only later frames are bad
-        if isinstance(image, ArrayImage):
-            return image.more_frames
         return bool(getattr(image, "is_animated", False))
     return False
 
@@ -297,7 +306,9 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 
 @contextmanager
-def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile | ArrayImage]:
+def _open_image(
+    path: PathLike | EncodedImage, axes: str = ""
+) -> Iterator[ImageFile.ImageFile | ArrayImage]:
     """The image at `path` with its header parsed; any error inside becomes a BadImage.
 
     Its `size` is that at which it is decoded. Of more than 8 bits per channel it is an ArrayImage.
@@ -306,7 +317,7 @@ def _open_image(path: PathLike | EncodedImage) -> Iterator[ImageFile.ImageFile |
         _errors_as_bad_image(path) as name,
         _open_encoded(path) if isinstance(path, EncodedImage) else open_regular_file(name) as file,
     ):
-        array_image = open_array_image(file)
+        array_image = open_array_image(file, axes)
         if array_image is not None:
             _check_array_size(array_image)
             yield array_image
@@ -650,6 +661,11 @@ def array_to_rgb(
     if channels not in (1, 3) or image.ink:
         raise UnusableFile(f"{channels} channels; the network takes 1 (grey) or 3 (colours)")
     colours = values[..., :channels]
+    missing = image.missing(colours)
+    if missing.any() and intensity_range is not None and values.dtype != np.uint8:  # black
+        if intensity_range == "own":
+            intensity_range = (0, 0) if missing.all() else intensity_quantiles(colours[~missing])
+        colours = np.where(missing, intensity_range[0], colours)
     if values.dtype == np.uint8:
         shown = colours
     else:

@@ -1,15 +1,18 @@
 """Images of instruments: TIFF, DICOM and NumPy files, as arrays of their stored values.
 
     signature           reader      holds
-    II*, MM*, BigTIFF   tifffile    8 to 64 bits, integers or floats, 1 to 32 channels; grey,
-                                    palette, RGB and CMYK of 8 bits are left to Pillow
+    II*, MM*, BigTIFF   tifffile    8 to 64 bits, integers or floats, 1 to 32 channels, also in
+                                    pages; grey, palette, RGB and CMYK of 8 bits are left to Pillow
     DICM at byte 128    pydicom     grey and RGB; rescaled, and with the window of the file
     NUMPY, ZIP          numpy       .npy, .npz with one array: (height, width[, channels]),
                                     or with the channels first
 
-A reader returns the header of the first page as an `ArrayImage`, whose `load` decodes the values:
-bright is large, whatever the file's photometric interpretation. What a reader does not hold is
-refused by its name. Damage is refused, never filled with zeros.
+A reader returns the header of an image as an `ArrayImage`, whose `load` decodes the values: bright
+is large, whatever the file's photometric interpretation. What a reader does not hold is refused by
+its name. Damage is refused, never filled with zeros.
+
+Of the axes of a TIFF (tifffile's letters), C or S is the channels if no other is longer than 1;
+else `axes` names those that are.
 
 A network takes of it the channels and the type of a `ChannelSpec`, as a `ChannelImage`: an image of
 any number of channels with the operations of a PIL image.
@@ -51,8 +54,10 @@ class ArrayImage:
         load: Decodes them: (height, width, channels), and one more channel with an opacity.
         alpha: Whether colours are multiplied by the opacity, if the last channel is that.
         orientation: Reads the number of the EXIF orientation; of some formats it decodes them.
-        more_frames: Whether this is the first of several pages.
         ink: Whether the four channels are shares of ink (CMYK).
+        axes: Those of a TIFF that are the channels, unless these are the samples of its only page.
+        names: Of the channels; empty if the file does not name each.
+        nodata: Value of pixels without one.
     """
 
     format: str
@@ -62,25 +67,38 @@ class ArrayImage:
     load: Callable[[], Array]
     alpha: Literal["", "straight", "premultiplied"] = ""
     orientation: Callable[[], int] = lambda: 1
-    more_frames: bool = False
     ink: bool = False
+    axes: str = ""
+    names: tuple[str, ...] = ()
+    nodata: float | None = None
 
     @property
     def mode(self) -> str:
         """Type and number of channels, such as `uint16 x 4`, or `uint16 x 4 inks`."""
         return f"{self.dtype.name} x {self.channels}{' inks' * self.ink}"
 
+    def missing(self, values: Array) -> Array:
+        """Where `values` of the file are its nodata; one False if it has none."""
+        nodata = self.nodata
+        if nodata is not None and math.isnan(nodata):
+            return np.isnan(values)
+        with np.errstate(over="ignore"):
+            known = values.dtype.type(nodata) if nodata and values.dtype.kind == "f" else nodata
+        return np.asarray(known is not None and values == known)
 
-def open_array_image(file: BinaryIO) -> ArrayImage | None:
-    """Read the header of an image of an instrument; None leaves it to Pillow."""
+
+def open_array_image(file: BinaryIO, axes: str = "") -> ArrayImage | None:
+    """Read the header of an image of an instrument by its `axes`; None leaves it to Pillow."""
     start = file.read(132)
     file.seek(0)
-    if start.startswith(PHOTOGRAPHS):  # nearly all images
+    if start.startswith(PHOTOGRAPHS) and not axes:  # nearly all images
         return None
-    for signature, reader in READERS:
-        if signature.match(start):
-            return reader(file)
-    return None
+    reader = next((reader for signature, reader in READERS if signature.match(start)), None)
+    if reader is read_tiff:
+        return read_tiff(file, axes)
+    if axes:
+        raise UnusableFile(f"no TIFF, which alone names its axes: leave --axes {axes} out")
+    return None if reader is None else reader(file)
 
 
 # --- TIFF ----------------------------------------------------------------------------------------
@@ -104,12 +122,22 @@ ALPHA: dict[int, Literal["straight", "premultiplied"]] = {1: "premultiplied", 2:
 """Kinds of opacity, by the number in ExtraSamples."""
 
 
-def read_tiff(file: BinaryIO) -> ArrayImage | None:
-    """Read the header of the first page of a TIFF; None if Pillow reads it as it is."""
+OTHER_STACKS = (
+    *("lsm", "mmstack", "ndtiff", "fluoview", "stk", "sis", "svs", "scn", "qpi", "ndpi", "bif"),
+    *("avs", "eer", "philips", "scanimage", "nih", "mdgel"),
+)
+"""Kinds of which the first page is read, if it is the only one."""
+MAX_PAGES = 1024
+MAX_XML = 4_000_000
+"""Characters of metadata; a pyramid of many tiles has some 100,000."""
+
+
+def read_tiff(file: BinaryIO, axes: str = "") -> ArrayImage | None:
+    """Read the header of a TIFF; None if Pillow reads its first page as it is."""
     import tifffile
 
     logging.getLogger("tifffile").disabled = True  # what it has to say of damage is raised below
-    tiff = tifffile.TiffFile(file, name="image")
+    tiff: Any = tifffile.TiffFile(file, name="image", _multifile=False)
     page: Any = tiff.pages.first
     photometric, channels = int(page.photometric), int(page.samplesperpixel)
     extra = tuple(map(int, page.extrasamples))
@@ -118,7 +146,12 @@ def read_tiff(file: BinaryIO) -> ArrayImage | None:
     plain = channels == colours or (has_alpha and photometric == RGB)
     bits = page.bitspersample
     colour_model = tifffile.PHOTOMETRIC(photometric).name.lower()
-    if photometric in PILLOW_ONLY or (plain and page.sampleformat == 1 and bits in (1, 2, 4, 8)):
+    by_pillow = photometric in PILLOW_ONLY or (
+        plain and page.sampleformat == 1 and bits in (1, 2, 4, 8)
+    )
+    by_pillow = by_pillow and not axes
+    series, chosen = _find_channels(tiff, axes, by_pillow=by_pillow)
+    if by_pillow and series is None:
         if bits not in (1, 2, 4, 8) or (photometric == RGB and bits != 8):
             raise UnusableFile(f"{colour_model} colours of {bits} bits; save RGB of 8 bits")
         if int(page.compression) not in PILLOW_COMPRESSIONS:
@@ -131,40 +164,141 @@ def read_tiff(file: BinaryIO) -> ArrayImage | None:
             f"a TIFF of {colour_model} and {kind}, which no network reads; save "
             "integers or floating-point numbers of grey or RGB"
         )
-    grey_16 = (photometric, channels, page.dtype.str[1:]) == (GREY, 1, "u2")
+    grey_16 = (photometric, channels, page.dtype.str[1:]) == (GREY, 1, "u2") and not chosen
     if grey_16 and page.compression == LZW and not has_imagecodecs():  # Pillow has both right
         _present_segments(page, page.databytecounts)
         return None
     if page.imagedepth > 1:
         raise UnusableFile(f"a volume of {page.imagedepth} slices; save each as an image")
     _check_compression(page)
-    more_frames = False
-    with contextlib.suppress(Exception):  # only later pages are bad
-        second: Any = tiff.pages[1]
-        more_frames = not second.is_reduced
+    letters, has_alpha = "S", has_alpha and series is None
+    if series is not None:
+        letters = "".join(series.get_axes(squeeze=False)[n] for n in chosen)
+        channels = math.prod(series.get_shape(squeeze=False)[n] for n in chosen)
+    channels -= has_alpha
+    nodata = page.tags.valueof(42113)
+    if nodata is not None and photometric == GREY_INVERTED:
+        raise UnusableFile("nodata of a TIFF whose white is 0; save it with black as 0")
     return ArrayImage(
         format="TIFF",
         size=(page.imagewidth, page.imagelength),
-        channels=channels - has_alpha,
+        channels=channels,
         dtype=page.dtype.newbyteorder("="),
-        load=lambda: _tiff_values(page, channels - has_alpha),
+        load=lambda: _tiff_values(page, series, chosen, channels),
         alpha=ALPHA[extra[0]] if has_alpha else "",
         orientation=lambda: int(page.tags.valueof(274, default=1)),
-        more_frames=more_frames,
-        ink=photometric == INK,
+        ink=photometric == INK and series is None,
+        axes="" if series is None else letters,
+        names=_channel_names(tiff, letters, channels),
+        nodata=None if nodata is None else float(str(nodata).strip(" \0")),
     )
 
 
-def _tiff_values(page: Any, colours: int) -> Array:
-    """The values of a page of a TIFF, (height, width, channels); white is the largest."""
-    _check_segments(page)
-    values: Array = page.asarray(squeeze=False, maxworkers=1)[:, 0]
-    # (planes, height, width, channels of a plane), of which one is 1
-    values = np.moveaxis(values, 0, 2).reshape(page.imagelength, page.imagewidth, -1)
+def _find_channels(tiff: Any, axes: str, *, by_pillow: bool) -> tuple[Any, list[int]]:
+    """The first series of pages, and the numbers of its axes that are channels; None for the
+    samples of the first page. Other series, such as thumbnails and labels, are ignored."""
+    page, several = tiff.pages.first, tiff.pages.is_multipage
+    named = tiff.is_ome or tiff.is_imagej or tiff.is_shaped  # the last is tifffile's own
+    one_page = by_pillow or not (several or axes or tiff.is_stk)
+    if one_page and not named:
+        return None, []
+    if other := next((kind for kind in OTHER_STACKS if getattr(tiff, f"is_{kind}")), None):
+        if one_page:
+            return None, []
+        raise UnusableFile(f"pages of {other}; save it by ImageJ or as OME-TIFF")
+    if several:
+        with contextlib.suppress(IndexError):
+            _ = tiff.pages[MAX_PAGES]  # len() would read all of a chain
+            raise UnusableFile(f"more than {MAX_PAGES:,} pages; save planes as images")
+    if tiff.is_ome:
+        _check_ome(tiff.ome_metadata)
+    series = tiff.series[0]
+    if tiff.is_ome and several and series.kind == "generic":
+        raise UnusableFile("OME-TIFF in several files, or damaged; save it as one file")
+    letters, shape = series.get_axes(squeeze=False), series.get_shape(squeeze=False)
+    if (letters.count("Y"), letters.count("X")) != (1, 1) or len(letters) > 12:
+        raise UnusableFile(f"axes {letters:.12}, which have no rows and columns")
+    long = [n for n, letter in enumerate(letters) if letter not in "YX" and shape[n] > 1]
+    chosen = long if not axes and len(long) == 1 and letters[long[0]] in "CS" else []
+    for letter in axes:
+        free = [n for n, one in enumerate(letters) if one == letter and n not in chosen]
+        if not free or letter in "YX":
+            raise UnusableFile(f"no axis {letter} for channels in {letters}; see --axes {axes}")
+        chosen.append(free[0])
+    if not {*long} <= {*chosen}:
+        if by_pillow and {letters[n] for n in long} <= {*"IQS"}:  # pages without a name
+            return None, []
+        names = "".join(one for n, one in enumerate(letters) if n in long or one in "YX")
+        sizes = ", ".join(f"{shape[n]} {letters[n].lower()}" for n in long)
+        planes, every = math.prod(shape[n] for n in long), "".join(letters[n] for n in long)
+        remedy = f"--axes {every} takes {planes} planes as channels, or "
+        remedy = remedy if planes <= MAX_CHANNELS else f"more than {MAX_CHANNELS} channels: "
+        raise UnusableFile(f"axes {names} ({sizes}); {remedy}save one plane as an image")
+    if series.dataoffset is None and any(one is None for one in series):
+        raise UnusableFile("some of its planes are missing")
+    if series.keyframe.hash != page.hash:
+        raise UnusableFile("its first page is of another image; save one image")
+    first = math.prod(shape) == math.prod(page.shape) and series[0].offset == page.offset
+    return (None, []) if first else (series, chosen)
+
+
+def _check_ome(text: str) -> None:
+    """Refuse numbers in OME-XML of which tifffile makes lists, and axes within axes."""
+    for one in _xml(text).iter():
+        planes = 1
+        if one.tag.endswith("Pixels"):
+            planes = math.prod(int(one.attrib[f"Size{axis}"]) for axis in "ZCT")
+        elif one.tag.endswith("TiffData"):
+            planes = max(int(one.get(name, 1)) for name in ("PlaneCount", "NumPlanes"))
+        if not 0 < planes <= MAX_PAGES or "Along" in one.tag:
+            raise UnusableFile(f"OME-XML of {planes:,} planes, or of axes within axes")
+
+
+def _xml(text: str) -> Any:
+    from xml.etree import ElementTree
+
+    if len(text) > MAX_XML:
+        raise UnusableFile(f"metadata of more than {MAX_XML:,} characters")
+    return ElementTree.fromstring(text)  # expat limits what entities become
+
+
+def _channel_names(tiff: Any, letters: str, channels: int) -> tuple[str, ...]:
+    """Of OME-XML, ImageJ's labels of slices, or GDAL's bands; empty unless each has its own."""
+    names: list[str] = []
+    gdal = tiff.pages.first.tags.valueof(42112)
+    with contextlib.suppress(SyntaxError):  # of XML that is damaged
+        if tiff.is_ome and letters == "C":
+            images = [one for one in _xml(tiff.ome_metadata) if one.tag.endswith("Image")]
+            parts = [one for image in images[:1] for one in image.iter()]
+            names = [one.get("Name", "") for one in parts if one.tag.endswith("}Channel")]
+        elif tiff.is_imagej and len(letters) == 1:
+            names = list((tiff.imagej_metadata or {}).get("Labels", ()))
+        elif isinstance(gdal, str) and letters == "S":
+            items = [one for one in _xml(gdal) if one.get("role") == "description"]
+            by_number = {one.get("sample"): one.text or "" for one in items}
+            names = [by_number.get(str(n), "") for n in range(channels)]
+    found = tuple(name.strip().partition("\n")[0] for name in names)
+    return found if len(found) == channels == len({*found} - {""}) else ()
+
+
+def _tiff_values(page: Any, series: Any, chosen: list[int], colours: int) -> Array:
+    """The values of a page, or of a series like it, (height, width, channels); white is large."""
+    if series is None:
+        _check_segments(page)
+        values: Array = page.asarray(squeeze=False, maxworkers=1)[:, 0]
+        order = [1, 2, 0, 3]  # (planes, height, width, channels of a plane), of which one is 1
+    else:
+        for one in series if series.dataoffset is None else ():
+            _check_segments(one)
+        letters = series.get_axes(squeeze=False)
+        values = series.asarray(maxworkers=1).reshape(series.get_shape(squeeze=False))
+        order = [letters.index("Y"), letters.index("X"), *chosen]
+        order += {*range(values.ndim)} - {*order}  # of length 1
+    values = values.transpose(order).reshape(page.imagelength, page.imagewidth, -1)
     if page.photometric == GREY_INVERTED:
         values = values.copy()
         values[..., :colours] = _inverted(values[..., :colours], page.bitspersample)
-    return values
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def _inverted(values: Array, bits: int) -> Array:
@@ -450,6 +584,8 @@ class ChannelSpec:
         low: Value of each that becomes 0; lower ones do too.
         high: Value of each that becomes 1.
         mean: Subtracted from each, in [0, 1].
+        axes: Of a TIFF, those that are the channels, as in `read_tiff`.
+        names: Of the channels in `order`; a file that names its own is read by them.
     """
 
     value_type: ValueType
@@ -459,6 +595,8 @@ class ChannelSpec:
     high: tuple[float, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    axes: str = ""
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = (self.low, self.high, self.mean, self.std)
@@ -470,6 +608,15 @@ class ChannelSpec:
         """The value of each channel that normalisation maps to zero."""
         ends = zip(self.low, self.high, self.mean, strict=True)
         return tuple(low + mean * (high - low) for low, high, mean in ends)
+
+    def order_of(self, names: tuple[str, ...]) -> list[int]:
+        """The channels of a file in which they have `names`, if it names them."""
+        if not (self.names and names):
+            return list(self.order)
+        if not {*self.names} <= {*names}:
+            theirs, ours = (", ".join(one)[:60] for one in (names, self.names))
+            raise UnusableFile(f"channels named {theirs}; the network takes {ours}")
+        return [names.index(name) for name in self.names]
 
 
 class ChannelImage:

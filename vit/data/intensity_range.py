@@ -66,22 +66,30 @@ def measure_channels(
     The range of each channel is measured as that of grey images, its mean and standard deviation
     within the range, on at most MAX_MEASURED images.
     """
-    count = stored[paths[0]].channels
-    order = channel_numbers(data.channel_order or tuple(map(str, range(count))), count)
+    count, names = stored[paths[0]].channels, stored[paths[0]].names
+    if other := next((path for path, one in stored.items() if one.names != names), None):
+        ours, theirs = (", ".join(one) or "no names" for one in (names, stored[other].names))
+        differ = f"{printable(paths[0])} names its channels {ours}, and {printable(other)} {theirs}"
+        if not all(word.isdecimal() for word in data.channel_order):
+            raise DataError(f"{differ}: name them alike, or choose by number")
+        notify(f"note: {differ}: they are taken by number")
+        names = ()
+    order, names = choose_channels(data.channel_order, count, names)
     value_type = value_type_of({one.dtype for one in stored.values()})
     chosen = evenly_spaced(paths, MAX_MEASURED)
     with ThreadPoolExecutor(THREADS) as pool:
-        measured = list(pool.map(lambda path: _channel_sample(path, order), chosen))
+        measured = list(pool.map(lambda path: _channel_sample(path, order, data.axes), chosen))
     samples = [one for one in measured if one is not None]
     if not samples:
         raise DataError(f"not one of {len(chosen)} images can be read, such as {chosen[0]}")
     ranges, means, deviations = [], [], []
     for number, channel in enumerate(order):
-        columns = [sample[:, number] for sample in samples]
+        known = [sample[~np.isnan(sample[:, number]), number] for sample in samples]
+        columns = [column for column in known if len(column)]
         found = data.intensity_range or common_range(
             [intensity_quantiles(column) for column in columns], whole=value_type != "float32"
         )
-        if found is None:
+        if found is None or not columns:
             others = ",".join(str(one) for one in order if one != channel)
             remedy = f"leave it out by --channels {others}" if others else "nothing to learn from"
             raise DataError(f"channel {channel} has the same value in all images: {remedy}")
@@ -91,7 +99,8 @@ def measure_channels(
         means.append(round(float(shares.mean()), 6))
         deviations.append(round(max(float(shares.std()), 1e-3), 6))
     shown = ", ".join(
-        f"{channel}: {ranges[2 * n]:g} to {ranges[2 * n + 1]:g}" for n, channel in enumerate(order)
+        f"{channel}: {ranges[2 * n]:g} to {ranges[2 * n + 1]:g}"
+        for n, channel in enumerate(names or order)
     )
     notify(
         f"note: {plural(len(order), 'channel')} of {value_type}, which become 0 to 1 (channel: "
@@ -100,6 +109,7 @@ def measure_channels(
     return {
         "channels": len(order),
         "channel_order": tuple(map(str, order)),
+        "channel_names": names,
         "value_type": value_type,
         "file_channels": count,
         "channel_ranges": tuple(ranges),
@@ -108,15 +118,24 @@ def measure_channels(
     }
 
 
-def channel_numbers(order: Sequence[str], count: int) -> list[int]:
-    """The numbers of `--channels`, of files with `count` channels."""
-    numbers = [int(word) if word.isdecimal() else count for word in order]
+def choose_channels(
+    words: Sequence[str], count: int, names: tuple[str, ...]
+) -> tuple[list[int], tuple[str, ...]]:
+    """The numbers of `--channels` in files with `count` channels, and their names; where a file has
+    no `names`, `words` may name all channels."""
+    if not words:
+        return list(range(count)), names
+    if not names and len({*words}) == count and not any(word.isdecimal() for word in words):
+        return list(range(count)), tuple(words)
+    known = {**{str(n): n for n in range(count)}, **{name: n for n, name in enumerate(names)}}
+    numbers = [known.get(word, count) for word in words]
     if max(numbers) >= count or len({*numbers}) < len(numbers):
+        there = f"from {', '.join(names)}" if names else f"as names for all {count} channels"
         raise ConfigError(
-            f"channel_order={','.join(order)}: give different numbers from 0 to {count - 1}, as "
-            f"in --channels {','.join(map(str, range(count)))}"
+            f"--channels {','.join(words)}: give different numbers from 0 to {count - 1}, or "
+            f"words {there}"
         )
-    return numbers
+    return numbers, tuple(names[number] for number in numbers) if names else ()
 
 
 def value_type_of(dtypes: Collection[str]) -> ValueType:
@@ -127,10 +146,10 @@ def value_type_of(dtypes: Collection[str]) -> ValueType:
     return "float32"
 
 
-def _channel_sample(path: str, order: Sequence[int]) -> np.ndarray[Any, Any] | None:
+def _channel_sample(path: str, order: Sequence[int], axes: str) -> np.ndarray[Any, Any] | None:
     """Some pixels of an image, (pixels, channels); None if unreadable."""
     try:
-        values = read_intensities(path)[..., list(order)]
+        values = read_intensities(path, axes)[..., list(order)]
     except BadImage:  # reported when training reads it
         return None
     pixels = values.reshape(-1, len(order))
@@ -139,7 +158,7 @@ def _channel_sample(path: str, order: Sequence[int]) -> np.ndarray[Any, Any] | N
 
 def common_range(ranges: Sequence[IntensityRange], *, whole: bool = True) -> IntensityRange | None:
     """The range of several images from the range of each; None if all their values are equal."""
-    table = np.array(ranges)
+    table = np.array(ranges or [(0, 0)])
     low = float(np.quantile(table[:, 0], IMAGE_QUANTILES[0]))
     high = float(np.quantile(table[:, 1], IMAGE_QUANTILES[1]))
     if not low < high:

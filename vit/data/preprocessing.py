@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 AnyImage = Image.Image | ChannelImage
 """RGB of 8 bits, or the channels of an instrument."""
-OPTIONAL = ("intensity_range", "channels")
-"""Left out of JSON where they are None."""
+OPTIONAL = ("intensity_range", "channels", "axes", "names")
+"""Left out of JSON where they are None or empty; the last two are of channels."""
 Triple = tuple[float, float, float]
 Resize = Literal["crop", "squash"]
 Interpolation = Literal["bilinear", "bicubic"]
@@ -267,11 +267,13 @@ class Preprocessing:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON; without an undefined `intensity_range`, as older versions wrote."""
+        """Values for JSON; without what is not defined, as older versions wrote."""
+        values = asdict(
+            self, dict_factory=lambda them: {k: v for k, v in them if v or k not in OPTIONAL}
+        )
         return {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-            if name not in OPTIONAL or value is not None
+            for name, value in values.items()
         }
 
     @classmethod
@@ -282,7 +284,7 @@ class Preprocessing:
         found = from_plain(cls, plain, "preprocessing", optional=OPTIONAL)
         if channels is None:
             return found
-        spec = from_plain(ChannelSpec, channels, "preprocessing.channels")
+        spec = from_plain(ChannelSpec, channels, "preprocessing.channels", optional=OPTIONAL)
         return replace(found, channels=spec)
 
 
@@ -313,6 +315,8 @@ def spec_from_config(data: DataConfig) -> ChannelSpec | None:
         high=data.channel_ranges[1::2],
         mean=data.channel_mean,
         std=data.channel_std,
+        axes=data.axes,
+        names=data.channel_names,
     )
 
 

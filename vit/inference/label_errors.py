@@ -87,6 +87,7 @@ def check(
     device: str | None = None,
     workers: int | None = None,
     cache: bool = True,
+    axes: str = "",
     progress: StageProgress = ignore,
     notify: Notify = ignore,
     **settings: Any,
@@ -99,7 +100,7 @@ def check(
         weights: Weights whose features find suspected labels; see `find_label_errors`.
         rows: As for `add_row_errors`.
         device: Device of the network of `weights`.
-        workers, cache, progress, notify: As for `check_dataset`.
+        workers, cache, axes, progress, notify: As for `check_dataset`.
         settings: Fields of SourceConfig: how `data` is read.
 
     Raises:
@@ -110,7 +111,9 @@ def check(
         raise ConfigError(f"rows={rows}: weights find label errors too; give one of both")
     found = None if rows is None else read_labeled_rows(rows)
     spec = as_dataset_spec(data, task=task, source=source)
-    report = check_dataset(spec, workers=workers, cache=cache, progress=progress, notify=notify)
+    report = check_dataset(
+        spec, workers=workers, cache=cache, axes=axes, progress=progress, notify=notify
+    )
     if found is not None:
         return add_row_errors(report, found, where=str(rows), notify=notify)
     if weights is None:

@@ -19,6 +19,7 @@ from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig
 from vit.config.setting_layers import (
     Settings,
+    as_typed_flag,
     known_origins,
     make_config,
     settings_with,
@@ -33,7 +34,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.device_cache import free_device_memory
 from vit.data.image_cache import free_bytes
 from vit.data.image_io import check_header, read_pixels, read_size
-from vit.data.intensity_range import channel_numbers
+from vit.data.intensity_range import choose_channels
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.open_dataset import Listing
 from vit.errors import BadImage, ConfigError, RunError
@@ -84,6 +85,7 @@ from vit.training.settings_from_data import (
     list_data,
     open_data,
     refuse_for_channels,
+    takes_channels,
 )
 from vit.training.training_speed import (
     HEADROOM,
@@ -256,10 +258,10 @@ def facts_of(
 def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """Those of `facts_of` that are not measured by training steps."""
     task = get_task(config.training.task)
-    side, grey, aspect = look_at_images(splits.train)
+    side, grey, aspect = look_at_images(splits.train, config.data.axes)
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     device = accelerator.device.type
-    channels = instrument_channels(splits.train, config)
+    channels, names = instrument_channels(splits.train, config)
     return Facts(
         images=len(splits.train),
         taught=len(splits.unlabelled),
@@ -267,6 +269,7 @@ def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Fact
         side=side,
         grey=grey and not channels,
         channels=channels,
+        channel_names=names,
         aspect=aspect,
         validation=len(splits.val),
         divided=splits.made,
@@ -379,18 +382,19 @@ def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
     )
 
 
-def instrument_channels(samples: Sequence[Sample], config: Config) -> int:
-    """Channels that the network takes of images of instruments; 0 for RGB of 8 bits."""
+def instrument_channels(samples: Sequence[Sample], config: Config) -> tuple[int, tuple[str, ...]]:
+    """Channels of instruments that the network takes, and their names; 0 for RGB of 8 bits."""
+    order, axes = config.data.channel_order, config.data.axes
     with contextlib.suppress(BadImage):  # the run itself meets it
-        stored = check_header(samples[0].path)
-        order = config.data.channel_order
-        if stored is not None and (order or stored.channels not in (1, 3)):
+        stored = check_header(samples[0].path, axes)
+        if stored is not None and takes_channels(config, [stored]):
             refuse_for_channels(config)  # before the plan measures for seconds
-            return len(channel_numbers(order, stored.channels)) if order else stored.channels
-    return 0
+            numbers, names = choose_channels(order, stored.channels, stored.names)
+            return len(numbers), names
+    return 0, ()
 
 
-def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
+def look_at_images(samples: Sequence[Sample], axes: str = "") -> tuple[int, bool, float]:
     """Of some images the median short side in pixels, whether none has colours, and the aspect.
 
     The aspect is the median of the long side by the short side.
@@ -399,7 +403,7 @@ def look_at_images(samples: Sequence[Sample]) -> tuple[int, bool, float]:
     sides, aspects, colours = [], [], False
     for number, sample in enumerate(some):
         with contextlib.suppress(BadImage):  # the run itself meets it, and says how to go on
-            short, long = sorted(read_size(sample.path))
+            short, long = sorted(read_size(sample.path, axes))
             sides.append(short)
             aspects.append(long / short)
             if number % max(len(some) // DECODED, 1) == 0 and not colours:
@@ -428,6 +432,7 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     facts = plan.facts
     kind = "grey" if facts.grey else "colour"
     kind = plural(facts.channels, "channel") if facts.channels else kind
+    kind += f" ({', '.join(facts.channel_names)})" if facts.channel_names else ""
     labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
     if facts.captions is not None:
         labels.append(
@@ -449,9 +454,9 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     if "weights" in plan.settings:
         lines[0] += f"; {len(FOR_STEPS)} weights to choose from"
     rows |= plan.choices
-    width = max(map(len, rows), default=0)
-    for name, (value, reason) in rows.items():
-        lines.append(f"  {name:<{width}}  {value!s:<13}  {reason}".rstrip())
+    typed = [(*as_typed_flag(name, value), why) for name, (value, why) in rows.items()]
+    width = max((len(name) for name, *_ in typed), default=0)
+    lines += [f"  {name:<{width}}  {value!s:<13}  {why}".rstrip() for name, value, why in typed]
     if "weights" in plan.settings:
         return [*lines, *weights_lines(plan)]
     network = dataclasses.replace(config.model, num_classes=facts.classes)

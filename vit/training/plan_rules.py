@@ -135,6 +135,7 @@ class Facts:
     """Whether no image has colours."""
     channels: int = 0
     """Of images of instruments; 0 for RGB of 8 bits."""
+    channel_names: tuple[str, ...] = ()
     aspect: float = 1.0
     """Median of the long side by the short side."""
     validation: int

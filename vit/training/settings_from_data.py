@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil, lcm
 from pathlib import Path
@@ -184,25 +184,20 @@ def complete_channels(
     """Set how the values of images of instruments are read, measured on the training images.
 
     Images of 1 or 3 channels become RGB of 8 bits by one `intensity_range`, unless the user chose
-    channels; of others the network takes all channels with their full depth. What only validation
-    images have is measured on those.
+    channels, or pixels have no value; of others the network takes all channels with their full
+    depth. What only validation images have is measured on those.
     """
-    order = config.data.channel_order
+    order, axes = config.data.channel_order, config.data.axes
     if not stored:
-        if order:
-            raise ConfigError(
-                f"channel_order={','.join(order)}: the images are RGB of 8 bits; leave --channels "
-                "out"
-            )
+        if order or axes:
+            given = f"--channels {','.join(order)}" if order else f"--axes {axes}"
+            raise ConfigError(f"{given}: the images are RGB of 8 bits; leave it out")
         return config
-    if stacks := [path for path, one in stored.items() if one.more_frames]:
-        notify(
-            f"note: {plural(len(stacks), 'image')} with several pages, of which only the first is "
-            f"read, such as {printable(stacks[0])}; channels are read from one page"
-        )
+    for taken in sorted({one.axes for one in stored.values()} - {""}):
+        notify(f"note: the axis {taken} of the TIFFs is their channels")
     trained = {sample.path for sample in splits.train}
     paths = [path for path in stored if path in trained] or list(stored)
-    if not order and {one.channels for one in stored.values()} <= {1, 3}:
+    if not takes_channels(config, stored.values()):
         deep = [path for path in paths if stored[path].dtype != "uint8"]
         if config.data.intensity_range is not None or not deep:
             return config
@@ -216,6 +211,12 @@ def complete_channels(
         jitter = config.augment.color_jitter or THREE_JITTER
         settings |= {"auto_augment": "none", "color_jitter": jitter}
     return with_settings(config, **settings)
+
+
+def takes_channels(config: Config, stored: Iterable[StoredValues]) -> bool:
+    """Whether the network takes channels of images of instruments in full depth, and no RGB."""
+    chosen = bool(config.data.channel_order or config.data.axes)
+    return chosen or any(one.nodata is not None or one.channels not in (1, 3) for one in stored)
 
 
 def check_same_channels(paths: Sequence[str], stored: Mapping[str, StoredValues]) -> None:
@@ -245,14 +246,15 @@ def refuse_for_channels(config: Config) -> None:
 
 def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> HeaderScan:
     """Read the headers of all images in the main process, to find unreadable and deep ones."""
-    scan = on_main(accelerator, lambda: scan_headers([*splits.train, *splits.val, *splits.test]))
+    samples, axes = [*splits.train, *splits.val, *splits.test], config.data.axes
+    scan = on_main(accelerator, lambda: scan_headers(samples, axes))
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
         more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
         where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         remedy = "correct the list, " if where else "mend or delete, "
-        if "--max-pixels" in bad[0].reason:  # the file is good
+        if "--max-pixels" in bad[0].reason or "--axes" in bad[0].reason:  # the file is good
             remedy = ""
         raise BadImage(
             bad[0].path,
@@ -296,18 +298,18 @@ def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) 
     return with_settings(config, batch_size=batch_size)
 
 
-def scan_headers(samples: Sequence[Sample], threads: int = THREADS) -> HeaderScan:
+def scan_headers(samples: Sequence[Sample], axes: str = "", threads: int = THREADS) -> HeaderScan:
     """Check the headers of `samples`, from where a disk or network is slow in `threads` threads."""
     chunks = iter([samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)])
     scans = []
     for chunk in chunks:
         began, busy = time.perf_counter(), time.thread_time()
-        scans.append(_check_chunk(chunk))
+        scans.append(_check_chunk(chunk, axes))
         waited = time.perf_counter() - began - (time.thread_time() - busy)
         if waited > WAITING_SHARE * (time.perf_counter() - began):
             break
     with ThreadPoolExecutor(threads) as pool:
-        scans += pool.map(_check_chunk, chunks)
+        scans += pool.map(lambda chunk: _check_chunk(chunk, axes), chunks)
     bad = [image for scan in scans for image in scan.bad]
     return HeaderScan(bad, {path: one for scan in scans for path, one in scan.stored.items()})
 
@@ -332,11 +334,11 @@ def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:
     return dataclasses.replace(splits, train=train, val=val, test=test, notes=notes)
 
 
-def _check_chunk(samples: Sequence[Sample]) -> HeaderScan:
+def _check_chunk(samples: Sequence[Sample], axes: str) -> HeaderScan:
     found = HeaderScan([], {})
     for sample in samples:
         try:
-            if (stored := check_header(sample.path)) is not None:
+            if (stored := check_header(sample.path, axes)) is not None:
                 found.stored[sample.path] = stored
         except BadImage as bad:  # noqa: PERF203
             # without the traceback, which holds memory

@@ -52,7 +52,9 @@ def make_network(
     torch.manual_seed(random_seed(config.training.seed, "weights"))
     network = get_task(config.training.task).build_network(config)
     if source is not None:
-        state, report = adapt_weights(source, config.model, classes=classes or None)
+        state, report = adapt_weights(
+            source, config.model, classes=classes or None, channel_names=config.data.channel_names
+        )
         for line in report.lines():
             notify(line)
         words = decoder_weights(source, config, tokenizer, notify)

@@ -34,6 +34,7 @@ from vit.weights.sparse_upcycling import MOE_SETTINGS, check_feedforward, is_upc
 # grows for large grids.
 MIN_RATIO, MAX_RATIO = 1.01, 1.5
 MAX_NAMES = 5
+RGB = ("red", "green", "blue")
 HEAD = ("head.weight", "head.bias")
 POSITION_TABLE = "pos_embed"
 # Settings in which the new network may differ from the source.
@@ -66,7 +67,11 @@ class AdaptationReport:
 
 
 def adapt_weights(
-    pretrained: Pretrained, config: ModelConfig, *, classes: Sequence[str] | None = None
+    pretrained: Pretrained,
+    config: ModelConfig,
+    *,
+    classes: Sequence[str] | None = None,
+    channel_names: Sequence[str] = (),
 ) -> tuple[State, AdaptationReport]:
     """Convert the tensors of `pretrained` to the network of `config`; unchanged ones share memory.
 
@@ -79,13 +84,17 @@ def adapt_weights(
             kept by name, and new classes start from the mean of all its rows, or from zeros if
             none is kept. If None, the head is kept when it has the same number of classes, and
             starts from zeros otherwise.
+        channel_names: Of the target. If red, green and blue are among them, those keep the kernels
+            of a source of RGB, and all others begin at zero.
     """
     _check_compatible(pretrained, config)
     shapes = {name: tensor.to("meta") for name, tensor in pretrained.state.items()}
     check_fit(shapes, meta_model(pretrained.config))
-    state = dict(pretrained.state)
+    state, theirs = dict(pretrained.state), pretrained.preprocessing
+    if theirs is not None and theirs.channels is not None:  # no colours
+        channel_names = ()
     resized = [
-        *_adapt_patch_projection(state, pretrained.config, config),
+        *_adapt_patch_projection(state, pretrained.config, config, channel_names),
         *_adapt_positions(state, pretrained, config),
         *_adapt_pooling(state, pretrained.config, config),
     ]
@@ -224,16 +233,27 @@ def _display_value(config: ModelConfig, name: str) -> object:
     return _resolved_value(config, name) if value is None else value
 
 
-def _adapt_patch_projection(state: State, source: ModelConfig, config: ModelConfig) -> list[str]:
+def _adapt_patch_projection(
+    state: State, source: ModelConfig, config: ModelConfig, channel_names: Sequence[str] = ()
+) -> list[str]:
     """Adapt the patch projection in place, and return the list of changes."""
     changed = []
-    if source.channels != config.channels:
-        name = f"{first_convolution(source)}.weight"
+    lower = [name.lower() for name in channel_names]
+    named = source.channels == 3 and {*RGB} <= {*lower} and lower != [*RGB]
+    if named or source.channels != config.channels:
+        name, how = f"{first_convolution(source)}.weight", ""
         weight = state[name]
-        matrix = change_channels(weight.flatten(1), old=source.channels, new=config.channels)
+        matrix = weight.flatten(1)
+        if named:
+            kernels = dict(zip(RGB, matrix.chunk(3, dim=1), strict=True))
+            zeros = torch.zeros_like(kernels["red"])
+            matrix = torch.cat([kernels.get(one, zeros) for one in lower], dim=1)
+            how = " (red, green and blue keep their kernels, others begin at zero)"
+        else:
+            matrix = change_channels(matrix, old=source.channels, new=config.channels)
         conv = (len(weight), config.channels, *weight.shape[2:])
         state[name] = matrix if weight.ndim == 2 else matrix.reshape(conv)
-        changed.append(f"{name} {source.channels} -> {config.channels} channels")
+        changed.append(f"{name} {source.channels} -> {config.channels} channels{how}")
     if source.patch_size != config.patch_size:
         old, new = source.patch_size, config.patch_size
         state[PATCH_WEIGHT] = resize_patch_embed(state[PATCH_WEIGHT], old=old, new=new)

@@ -156,20 +156,22 @@ def check_dataset(
     workers: int | None = None,
     cache: bool = True,
     cache_folder: Path | None = None,
+    axes: str = "",
     timeout: float = TIMEOUT_SECONDS,
     progress: StageProgress = lambda _what, _done, _total: None,
     notify: Notify = lambda _: None,
 ) -> CheckReport:
-    """Check a dataset without a model."""
+    """Check a dataset without a model; statistics by other `axes` of TIFFs are not kept."""
     listing = list_dataset(data)
     listing.problems += find_group_leakage(
         listing, data.group if isinstance(data, DatasetSpec) else None
     )
     paths = list(dict.fromkeys(one.path for one in listing.images))
+    cache = cache and not axes
     with closing(StatsCache(listing.root, cache_folder)) if cache else nullcontext() as store:
         if store is not None and store.note is not None:
             notify(store.note)
-        results = load_or_compute_stats(paths, store, workers, timeout, progress)
+        results = load_or_compute_stats(paths, store, workers, timeout, progress, axes)
     stats = {path: found for path, found in results.items() if isinstance(found, ImageStats)}
     problems = [*listing.problems, *unreadable_images(listing, results)]
     if error := undecodable_error(listing.classes):
@@ -201,6 +203,7 @@ def load_or_compute_stats(
     workers: int | None,
     timeout: float,
     progress: StageProgress,
+    axes: str = "",
 ) -> dict[str, StatsOrReason]:
     """The statistics of each of `paths`, in their order; new ones are written to the cache."""
     fingerprints: dict[str, Fingerprint] = {}
@@ -211,8 +214,8 @@ def load_or_compute_stats(
     missing = [path for path in paths if path not in found]
     unsaved: list[tuple[str, Fingerprint, ImageStats]] = []
     try:
-        for index, result in compute_all_stats(missing, workers=workers, timeout=timeout):
-            path = missing[index]
+        for at, result in compute_all_stats(missing, workers=workers, timeout=timeout, axes=axes):
+            path = missing[at]
             found[path] = result
             if cache is not None and isinstance(result, ImageStats):
                 unsaved.append((path, fingerprints[path], result))

@@ -112,13 +112,13 @@ StatsOrReason = ImageStats | str
 """The statistics of an image, or the reason why it cannot be read."""
 
 
-def compute_stats(path: str) -> StatsOrReason:
+def compute_stats(path: str, axes: str = "") -> StatsOrReason:
     """Compute the statistics of the image at `path`."""
     try:
-        header = read_header(path)
-        image = read_image(path, intensity_range="own")
-        levels = deep_levels(read_intensities(path)) if header.deep else None
-        frames = header.format in STACKS and has_more_frames(path)
+        header = read_header(path, axes)
+        image = read_image(path, intensity_range="own", axes=axes)
+        levels = deep_levels(read_intensities(path, axes)) if header.deep else None
+        frames = header.format in STACKS and not axes and has_more_frames(path)
         digest = content_digest(path)
     except BadImage as bad:
         return bad.reason
@@ -156,7 +156,10 @@ def deep_levels(values: np.ndarray[Any, Any]) -> Levels:
     """`Levels` of a deep image, (height, width) or (height, width, channels)."""
     channels = values.reshape(-1, 1 if values.ndim == 2 else values.shape[2])
     step = max(len(channels) // MAX_LEVEL_VALUES, 1) | 1
-    low, shadow, high = np.quantile(channels[::step], LEVEL_SHARES, axis=0)
+    some = channels[::step]
+    known = some[~np.isnan(some).any(axis=1)]  # pixels with values
+    known = known if len(known) else np.zeros_like(some)
+    low, shadow, high = np.quantile(known, LEVEL_SHARES, axis=0)
     return _levels(low, shadow, high, floating=values.dtype.kind == "f")
 
 
@@ -188,12 +191,16 @@ def encode_thumbnail(small: np.ndarray[Any, Any]) -> bytes:
 
 
 def compute_all_stats(
-    paths: Sequence[str], *, workers: int | None = None, timeout: float = TIMEOUT_SECONDS
+    paths: Sequence[str],
+    *,
+    workers: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    axes: str = "",
 ) -> Iterator[tuple[int, StatsOrReason]]:
     """Compute the statistics of `paths` in worker processes; yields their indices in any order."""
     pending = deque(range(at, min(at + CHUNK, len(paths))) for at in range(0, len(paths), CHUNK))
     number = min(workers or min(usable_cores(), MAX_WORKERS), len(pending))
-    processes = [StatsWorker(paths, timeout) for _ in range(number)]
+    processes = [StatsWorker(paths, timeout, axes) for _ in range(number)]
     try:
         while pending or any(process.assigned for process in processes):
             for process in processes:
@@ -208,7 +215,7 @@ def compute_all_stats(
             process.stop()
 
 
-def serve_stats(pipe: Connection, limit: int) -> None:
+def serve_stats(pipe: Connection, limit: int, axes: str = "") -> None:
     """Main function of a worker: receives lists of paths, sends the statistics of each path."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops it
     set_max_pixels(limit)
@@ -216,7 +223,7 @@ def serve_stats(pipe: Connection, limit: int) -> None:
         pipe.send(None)  # the process has started
         while True:
             for path in pipe.recv():
-                pipe.send(compute_stats(path))
+                pipe.send(compute_stats(path, axes))
 
 
 class StatsWorker:
@@ -224,8 +231,8 @@ class StatsWorker:
 
     target = staticmethod(serve_stats)
 
-    def __init__(self, paths: Sequence[str], timeout: float) -> None:
-        self.paths, self.timeout = paths, timeout
+    def __init__(self, paths: Sequence[str], timeout: float, axes: str = "") -> None:
+        self.paths, self.timeout, self.axes = paths, timeout, axes
         self.assigned: deque[int] = deque()
         """Indices of images without a result; the process works on the first."""
         self.last_progress = 0.0
@@ -281,7 +288,8 @@ class StatsWorker:
         context: Any = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self.pipe: Connection = ours
-        self.process = context.Process(target=self.target, args=(theirs, max_pixels()), daemon=True)
+        args = theirs, max_pixels(), self.axes
+        self.process = context.Process(target=self.target, args=args, daemon=True)
         self.process.start()
         theirs.close()
 

@@ -11,6 +11,7 @@ from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write
 from vit.config import Config
 from vit.config.data_config import CHANNEL_SETTINGS
 from vit.config.setting_layers import (
+    as_typed_flag,
     flatten,
     make_config,
     settings_with,
@@ -144,9 +145,9 @@ def with_stored_settings(config: Config, folder: Path) -> Config:
     """
     stored = stored_config(folder)
     if config.finetune.weights is not None:
-        chosen, theirs = flatten(config), flatten(stored)
+        chosen = flatten(config)
         kept = {name: chosen[name] for name in config.settled}
-        config = make_config({**theirs, **kept}, origins=config.origins)
+        config = make_config({**flatten(stored), **kept}, origins=config.origins)
     measured: dict[str, Any] = {}
     if config.training.time is not None:
         measured = {
@@ -157,8 +158,10 @@ def with_stored_settings(config: Config, folder: Path) -> Config:
         measured["accumulate"] = stored.data.accumulate
     if not config.chosen("intensity_range"):
         measured["intensity_range"] = stored.data.intensity_range
-    if not config.chosen("channel_order"):
-        measured |= {name: getattr(stored.data, name) for name in CHANNEL_SETTINGS}
+    order, theirs = config.data.channel_order, stored.data
+    if not config.chosen("channel_order") or order in (theirs.channel_order, theirs.channel_names):
+        names = [one for one in CHANNEL_SETTINGS if one != "axes" or not config.chosen("axes")]
+        measured |= {name: getattr(theirs, name) for name in names}
         measured["channels"] = stored.model.channels
     if stored.data.value_type is not None:  # which replaced the colours of the task
         names = [one for one in ("auto_augment", "color_jitter") if not config.chosen(one)]
@@ -181,9 +184,10 @@ def require_same_settings(config: Config, folder: Path, splits: Splits) -> None:
     by_data = {*settings_with(decided_by="data"), "epochs"}
     given = [name for name in changed if config.chosen(name) or name not in by_data]
     if given and "num_classes" not in changed:  # which config.yaml of a run has, too
-        name = given[0]
+        name, mine = as_typed_flag(given[0], ours[given[0]])
+        _, before = as_typed_flag(given[0], theirs[given[0]])
         raise ConfigError(
-            f"{name}={ours[name]!r} differs from {theirs[name]!r} in {folder}: a run resumes with "
+            f"{name}={mine!r} differs from {before!r} in {folder}: a run resumes with "
             "its own settings; leave the flag out, or start a new run with another --out"
         )
     if changed:
