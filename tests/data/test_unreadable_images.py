@@ -61,7 +61,7 @@ def test_several_threads_read_the_headers_from_a_slow_disk(make_tree, monkeypatc
     expected = [image.path for image in scan_headers(samples).bad]
     threads = set()
 
-    def slow_check(path):
+    def slow_check(path, _axes=""):
         threads.add(threading.get_ident())
         time.sleep(seconds)
         return check_header(path)
