@@ -20,6 +20,7 @@ from tests.serving.conftest import running
 from tests.training.children import Job, complete, differences
 from tests.training.children import train as train_child
 from vit.commands.main import main
+from vit.config.setting_layers import make_config, read_settings
 from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.training.settings_from_data import refuse_for_channels
 from vit.training.train import train
@@ -107,6 +108,7 @@ def top1(run: Path, write: Callable[[Path, int], None]) -> float:
 
 def test_a_run_stores_what_it_measured_and_takes_arrays_as_files(deep_run, deep_data):
     spec = load_run(deep_run).preprocessing.channels
+    assert not {"axes", "names"} & load_run(deep_run).preprocessing.to_dict()["channels"].keys()
     assert (spec.value_type, spec.count, spec.order) == ("uint16", 4, (0, 1, 2, 3))
     assert all(1400 < low < 1700 for low in spec.low)
     assert [high > 3500 for high in spec.high] == [False, False, False, True]
@@ -351,7 +353,9 @@ def test_names_that_differ_are_told_or_refused(config_of, tmp_path, capsys):
 
 def test_names_of_the_user_are_those_of_files_without(deep_data, config_of, tmp_path):
     train(config_of(deep_data, epochs=1, channel_order=NAMES), tmp_path / "run")
-    spec = load_run(tmp_path / "run").preprocessing.channels
+    assert load_run(tmp_path / "run").preprocessing.channels.names == NAMES
+    train(make_config(read_settings(tmp_path / "run/config.yaml")), tmp_path / "again")
+    spec = load_run(tmp_path / "again").preprocessing.channels
     assert (spec.order, spec.names) == ((0, 1, 2, 3), NAMES)
 
 

@@ -600,8 +600,9 @@ class ChannelSpec:
 
     def __post_init__(self) -> None:
         numbers = (self.low, self.high, self.mean, self.std)
-        if not self.order or any(len(values) != len(self.order) for values in numbers):
-            raise ConfigError(f"channels={self}: needs one range, mean and deviation for each")
+        each = [*numbers, self.names] if self.names else numbers
+        if not self.order or any(len(values) != len(self.order) for values in each):
+            raise ConfigError(f"channels={self}: needs one range, mean, deviation, name for each")
 
     @property
     def fill(self) -> tuple[float, ...]:

@@ -109,7 +109,7 @@ def measure_channels(
     return {
         "channels": len(order),
         "channel_order": tuple(map(str, order)),
-        "channel_names": names,
+        "channel_names": names or data.channel_names,  # of config.yaml, where files have none
         "value_type": value_type,
         "file_channels": count,
         "channel_ranges": tuple(ranges),
@@ -127,7 +127,7 @@ def choose_channels(
         return list(range(count)), names
     if not names and len({*words}) == count and not any(word.isdecimal() for word in words):
         return list(range(count)), tuple(words)
-    known = {**{str(n): n for n in range(count)}, **{name: n for n, name in enumerate(names)}}
+    known = {name: n for n, name in enumerate(names)} | {str(n): n for n in range(count)}
     numbers = [known.get(word, count) for word in words]
     if max(numbers) >= count or len({*numbers}) < len(numbers):
         there = f"from {', '.join(names)}" if names else f"as names for all {count} channels"
