@@ -177,6 +177,7 @@ def ome(c: int, z: int = 1, part: str = "") -> bytes:
     return f"<OME><Image><Pixels {sizes}><TiffData {part}/></Pixels></Image></OME>\0".encode()
 
 
+OTHER_FILE = 'PlaneCount="1"><UUID FileName="y.tif">urn:uuid:1</UUID></TiffData><TiffData IFD="1"'
 IMAGEJ = b"ImageJ=1.11a\nimages=100000\nslices=100000\n\0"
 
 
@@ -194,6 +195,7 @@ IMAGEJ = b"ImageJ=1.11a\nimages=100000\nslices=100000\n\0"
         (pages(3, text=ome(3, 1, 'PlaneCount="999999999"')), "OME-XML of 999,999,999 planes"),
         (pages(3, text=ome(3, 1, 'IFD="2"')), "some of its planes are missing"),
         (pages(3, text=ome(5)), "some of its planes are missing"),
+        (pages(3, text=ome(3, 1, OTHER_FILE)), "OME-TIFF in several files, or damaged"),
         (pages(1, text=b"<OME>" + b"<a/>" * 1_000_001 + b"</OME>\0"), "metadata of more than"),
         (pages(1, text=b'{"shape": [' + b"1," * 50_000 + b"4, 4]}\0"), "axes QQQQ"),
         (pages(3), r"axes IYX \(3 i\); --axes I takes 3 planes"),

@@ -193,7 +193,7 @@ def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
     ("settings", "part"),
     [
         ({"channel_order": ("9",)}, "--channels 9: give different numbers from 0 to 3"),
-        ({"channel_order": ("a",)}, "--channels a: .* or words as names for all 4 channels"),
+        ({"channel_order": ("a",)}, "--channels a: .* or names for all 4 channels"),
         ({"channel_order": ("1", "1")}, "--channels 1,1: give different numbers from 0 to 3"),
         ({"axes": "Z"}, r"mend|no axis Z for channels in YXS; see --axes Z"),
         ({"channels": 4}, "leave --in-chans out"),
@@ -377,6 +377,8 @@ def test_planes_of_another_axis_are_channels_everywhere(config_of, tmp_path, cap
     for source in (out, tmp_path / "net.onnx"):
         predictor = vit.Predictor(source, **({"precision": "fp32"} if source == out else {}))
         assert np.abs(shares(predictor([path])) - expected).max() < 1e-5
+    found = vit.suggest(data, weights=out, n=3, device="cpu", precision="fp32")
+    assert (len(found.suggested), found.failed) == (3, [])
     with running([out]) as client:
         (found,) = client.send([("a.tif", path.read_bytes())]).json["results"]
     assert found["predictions"][0]["score"] == pytest.approx(expected.max(), abs=1e-6)

@@ -79,8 +79,7 @@ class ArrayImage:
 
     def missing(self, values: Array) -> Array:
         """Where `values` of the file are its nodata; one False if it has none."""
-        nodata = self.nodata
-        if nodata is not None and math.isnan(nodata):
+        if (nodata := self.nodata) is not None and math.isnan(nodata):
             return np.isnan(values)
         with np.errstate(over="ignore"):
             known = values.dtype.type(nodata) if nodata and values.dtype.kind == "f" else nodata
@@ -146,10 +145,8 @@ def read_tiff(file: BinaryIO, axes: str = "") -> ArrayImage | None:
     plain = channels == colours or (has_alpha and photometric == RGB)
     bits = page.bitspersample
     colour_model = tifffile.PHOTOMETRIC(photometric).name.lower()
-    by_pillow = photometric in PILLOW_ONLY or (
-        plain and page.sampleformat == 1 and bits in (1, 2, 4, 8)
-    )
-    by_pillow = by_pillow and not axes
+    plain = plain and page.sampleformat == 1 and bits in (1, 2, 4, 8)
+    by_pillow = not axes and (plain or photometric in PILLOW_ONLY)
     series, chosen = _find_channels(tiff, axes, by_pillow=by_pillow)
     if by_pillow and series is None:
         if bits not in (1, 2, 4, 8) or (photometric == RGB and bits != 8):

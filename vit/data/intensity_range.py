@@ -130,10 +130,9 @@ def choose_channels(
     known = {name: n for n, name in enumerate(names)} | {str(n): n for n in range(count)}
     numbers = [known.get(word, count) for word in words]
     if max(numbers) >= count or len({*numbers}) < len(numbers):
-        there = f"from {', '.join(names)}" if names else f"as names for all {count} channels"
+        rest = f"some of {', '.join(names)}" if names else f"names for all {count} channels"
         raise ConfigError(
-            f"--channels {','.join(words)}: give different numbers from 0 to {count - 1}, or "
-            f"words {there}"
+            f"--channels {','.join(words)}: give different numbers from 0 to {count - 1}, or {rest}"
         )
     return numbers, tuple(names[number] for number in numbers) if names else ()
 

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ def suggest(
         n,
         inference.workers,
         progress,
+        axes=getattr(predictor.preprocessing.channels, "axes", ""),
     )
     failed += [(names[table.paths[place]], reason) for place, reason in broken]
     if len(chosen) < n:
@@ -339,6 +341,7 @@ def _without_near_duplicates(
     number: int,
     workers: int | None,
     progress: StageProgress,
+    axes: str,
 ) -> tuple[list[int], int, list[tuple[int, str]]]:
     """Places of the first `number` candidates without near-duplicates of each other or of labelled
     images, the number passed over, and unreadable images with the reasons."""
@@ -350,9 +353,8 @@ def _without_near_duplicates(
 
         def read(places: Sequence[int]) -> list[tuple[int, ImageStats]]:
             found = []
-            for place, one in zip(
-                places, pool.map(compute_stats, (paths[place] for place in places)), strict=True
-            ):
+            stats = pool.map(partial(compute_stats, axes=axes), (paths[place] for place in places))
+            for place, one in zip(places, stats, strict=True):
                 if isinstance(one, ImageStats):
                     found.append((place, one))
                 else:

@@ -384,11 +384,11 @@ def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
 
 def instrument_channels(samples: Sequence[Sample], config: Config) -> tuple[int, tuple[str, ...]]:
     """Channels of instruments that the network takes, and their names; 0 for RGB of 8 bits."""
-    order, axes = config.data.channel_order, config.data.axes
     with contextlib.suppress(BadImage):  # the run itself meets it
-        stored = check_header(samples[0].path, axes)
+        stored = check_header(samples[0].path, config.data.axes)
         if stored is not None and takes_channels(config, [stored]):
             refuse_for_channels(config)  # before the plan measures for seconds
+            order = config.data.channel_order
             numbers, names = choose_channels(order, stored.channels, stored.names)
             return len(numbers), names
     return 0, ()

@@ -160,8 +160,8 @@ def with_stored_settings(config: Config, folder: Path) -> Config:
         measured["intensity_range"] = stored.data.intensity_range
     order, theirs = config.data.channel_order, stored.data
     if not config.chosen("channel_order") or order in (theirs.channel_order, theirs.channel_names):
-        names = [one for one in CHANNEL_SETTINGS if one != "axes" or not config.chosen("axes")]
-        measured |= {name: getattr(theirs, name) for name in names}
+        own = ("axes",) if config.chosen("axes") else ()
+        measured |= {name: getattr(theirs, name) for name in CHANNEL_SETTINGS if name not in own}
         measured["channels"] = stored.model.channels
     if stored.data.value_type is not None:  # which replaced the colours of the task
         names = [one for one in ("auto_augment", "color_jitter") if not config.chosen(one)]
