@@ -28,6 +28,7 @@ from vit.weights.saved_model import load_run
 
 CLASSES = ("none", "disc")
 SIDE = 24
+NAMES = ("red", "nir", "green", "blue")
 LEARNS: dict[str, Any] = {"epochs": 20, "warmup_epochs": 0, "batch_size": 8, "min_crop": 0.8}
 LEARNS |= {"image_size": 24, "dim": 32}
 LEARNS |= dict.fromkeys(("ema", "dropout", "drop_path", "mixup", "cutmix"), 0)
@@ -288,10 +289,13 @@ def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_o
         assert load_run(out).config.channels == len(more.get("channel_order", range(4)))
 
 
-def test_weights_of_three_channels_train_on_four(deep_data, tiny_run, tmp_path):
+@pytest.mark.parametrize("names", [(), NAMES])
+def test_weights_of_three_channels_train_on_four(deep_data, tiny_run, tmp_path, capsys, names):
     given = {**PLAIN, "weights": str(tiny_run), "feature_cache": str(tmp_path / "cache")}
-    vit.train(str(deep_data), tmp_path / "run", **given)
+    vit.train(str(deep_data), tmp_path / "run", channel_order=names, **given)
     assert load_run(tmp_path / "run").config.channels == 4
+    told = "3 -> 4 channels (red, green and blue keep their kernels, others begin at zero)"
+    assert (told in capsys.readouterr().err) == bool(names)
 
 
 @pytest.mark.slow
@@ -300,9 +304,6 @@ def test_folds_of_four_channels(deep_data, config_of, tmp_path):
     config = config_of(deep_data, folds=2, epochs=1)
     record = vit.cross_validate(config, tmp_path / "folds")
     assert set(record["scores"]) == {"1", "2"}
-
-
-NAMES = ("red", "nir", "green", "blue")
 
 
 def write_pages(path: Path, seed: int, names=NAMES, axes="CYX", **more: Any) -> None:
