@@ -367,10 +367,10 @@ def test_planes_of_another_axis_are_channels_everywhere(config_of, tmp_path, cap
     assert main(["check", str(data)]) == 1
     assert main(["check", str(data), "--axes", "Z"]) == 0
     assert "stored in uint16 x 4" in capsys.readouterr().out
-    train(config_of(data, epochs=1, axes="Z"), out)
+    train(config_of(data, epochs=1, axes="Z", cache="ram"), out)
     assert load_run(out).preprocessing.channels.axes == "Z"
     for more in ({}, {"axes": "Z"}):
-        train(config_of(data, epochs=1, **more), out, resume=True)
+        train(config_of(data, epochs=1, cache="ram", **more), out, resume=True)
     vit.export_model(out, tmp_path / "net.onnx")
     path = some(data)[1]
     arrays = [tifffile.imread(path).transpose(1, 2, 0)]

@@ -282,7 +282,8 @@ class _Builder:
 
     def _pixel_bytes(self, path: str) -> int:
         try:
-            width, height = self._cached_size(*read_size(path))
+            size = read_size(path, getattr(self.channels, "axes", ""))
+            width, height = self._cached_size(*size)
         except BadImage:
             return 0
         return pixel_bytes(self.channels) * width * height
