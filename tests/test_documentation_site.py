@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 # what somebody types into the search -> a page that must be among the first three
 SEARCHED = {
     "few images": "tutorial-few-images.html",
+    "microscope": "tutorial-microscope.html",
     "imbalance": "imbalance.html",
     "accuracy": "evaluate.html",
     "onnx": "export.html",

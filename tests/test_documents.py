@@ -11,7 +11,9 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tifffile
 import torch
 import yaml
 from PIL import Image
@@ -290,7 +292,7 @@ SUPPOSED = {
     "verify.md": exported_files,
 }
 """What the text of a page supposes besides `photos`: makes files, and returns variables."""
-ELSEWHERE = {"tour.md", "training-loop.md"}
+ELSEWHERE = {"tour.md", "training-loop.md", "tutorial-microscope.md"}
 """Pages whose Python blocks have their own test; so have those of tritonclient (tests/serving)."""
 SHAPE = re.compile(r"^(\w+) = .*# \((\d+(?:, \d+)+)\)", re.MULTILINE)
 SLOW = {"convert.md", "evaluate.md"}
@@ -391,6 +393,7 @@ TUTORIALS = {
     "tutorial-imbalance.md": ["runs/plain", "runs/balanced", "runs/labels", "labels-new.csv"],
     "tutorial-captions.md": ["runs/captions", "captions-new.csv"],
     "tutorial-cluster.md": ["runs/rehearsal", "shards", "runs/photos"],
+    "tutorial-microscope.md": ["runs/two", "answers.csv", "maps", "check.html"],
 }
 """What following each tutorial leaves in the folder of one's own images."""
 
@@ -408,8 +411,22 @@ def own_images(folder: Path) -> None:
                 Image.open(file).resize((side, side)).save(folder / target)
             labels.append(f"{name},{'' if at == 0 else source.name + '|' + 'odd' * (at % 2)}")
             captions.append(f"{source.name}/{file.name},the digit {source.name} by hand")
+        stains_of_cells(folder, source.name, len(captions))
     (folder / "labels.csv").write_text("\n".join(labels))
     (folder / "captions.csv").write_text("\n".join(captions))
+
+
+def stains_of_cells(folder: Path, name: str, seed: int) -> None:
+    """Fields of view in four stains, an OME-TIFF each: two treatments on three plates."""
+    random = np.random.default_rng(seed)
+    stains = {"axes": "CYX", "Channel": {"Name": ["dapi", "actin", "tubulin", "er"]}}
+    for treatment, plate in itertools.product(("control", "treated"), range(1, 4)):
+        for part in (f"cells/{treatment}", "new-cells"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            values = random.integers(100, 4000, (4, 32, 32), dtype=np.uint16)
+            file = folder / part / f"plate{plate}_{treatment}{name}.ome.tif"
+            tifffile.imwrite(file, values, ome=True, metadata=stains)
+            np.save(folder / "field.npy", np.moveaxis(values, 0, 2))
 
 
 @pytest.mark.slow
@@ -420,7 +437,8 @@ def test_what_a_tutorial_says_to_type_runs(tutorial, tmp_path, monkeypatch, capf
     own_images(tmp_path)
     monkeypatch.chdir(tmp_path)
     for words in [words for page, words in commands() if page == tutorial]:
-        if "shapes" in words or any(word.startswith("timm/") for word in words):
+        downloads = any(word.startswith("timm/") for word in words)
+        if downloads or words[0] == "serve" or "shapes" in words:
             continue
         if words[0] == "train" and words[-1] != "--resume":
             words = ["--task" if word == "-c" else word for word in words]  # the recipe is larger
@@ -430,4 +448,6 @@ def test_what_a_tutorial_says_to_type_runs(tutorial, tmp_path, monkeypatch, capf
         if words[0] == "plan":
             words += ["--device", "cpu"]
         assert main(words) in (0, 1), capfd.readouterr().err  # 1: vit check has warnings
+    for code in [code for page, code in blocks("python") if page == tutorial and page in ELSEWHERE]:
+        exec(code, {})
     assert all((tmp_path / name).exists() for name in TUTORIALS[tutorial])
