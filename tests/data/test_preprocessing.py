@@ -75,7 +75,8 @@ def test_preprocessing_survives_json():
         ({"image_size": [32, 32, 32]}, "image_size"),
         ({"image_size": [32, 0]}, "image_size"),
         ({"image_size": [32.0, 32.0]}, "image_size"),
-        ({"resize": "pad"}, "resize='pad': choose one of crop, squash"),
+        ({"resize": "fit"}, "resize='fit': choose one of crop, squash, pad, native"),
+        ({"resize": "native"}, "resize=native has one"),
         ({"interpolation": "nearest"}, "bilinear, bicubic"),
         ({"crop_share": 0}, "crop_share"),
         ({"crop_share": "most"}, "crop_share"),
@@ -118,4 +119,4 @@ def test_a_grid_of_the_image_s_aspect_ratio_has_at_most_the_given_patches(patche
 def test_keep_aspect_resizes_without_cropping(pil_image, size, expected):
     preprocessing = Preprocessing(image_size=(32, 32), crop_share=0.5)
     image = pil_image(*size)
-    assert preprocessing.keep_aspect(image, 8).shape == (3, *expected)
+    assert preprocessing.to_native(8)(image).shape == (3, *expected)

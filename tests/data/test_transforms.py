@@ -111,7 +111,7 @@ def test_translation_fills_borders_with_the_mean_colour(pil_image):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_the_fast_crop_equals_pillow_s_up_to_rounding(pil_image, interpolation):
     image, box = pil_image(400, 300), (31, 20, 331, 290)
-    crop = FastCrop((96, 112), interpolation, lambda *_: box)
+    crop = FastCrop(lambda _: (96, 112), interpolation, lambda *_: box)
     pixels = crop(lambda _min_size: np.array(image)).permute(1, 2, 0).numpy()
     expected = image.resize((112, 96), getattr(Image.Resampling, interpolation.upper()), box=box)
     assert np.abs(pixels.astype(int) - np.asarray(expected)).max() <= 2
@@ -119,7 +119,7 @@ def test_the_fast_crop_equals_pillow_s_up_to_rounding(pil_image, interpolation):
 
 def test_the_fast_crop_of_a_small_image_keeps_fractions_of_pixels(pil_image):
     image, box = pil_image(20, 16), (2.3, 1.7, 14.9, 12.1)
-    crop = FastCrop((24, 24), "bicubic", lambda *_: box)
+    crop = FastCrop(lambda _: (24, 24), "bicubic", lambda *_: box)
     pixels = crop(lambda _min_size: np.array(image)).permute(1, 2, 0).numpy()
     expected = image.resize((24, 24), Image.Resampling.BICUBIC, box=box)
     assert np.array_equal(pixels, np.asarray(expected))

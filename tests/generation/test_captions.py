@@ -150,7 +150,7 @@ def test_captions_with_keep_aspect_equal_those_of_the_network_called_directly(
     predictor = Predictor(folder, keep_aspect=True, precision="fp32", batch_size=4)
     shapes = set()
     for path, found in zip(paths, predictor(paths), strict=True):
-        image = loaded.preprocessing.keep_aspect(Image.open(path), 8)
+        image = loaded.preprocessing.to_native(8)(Image.open(path))
         shapes.add(tuple(image.shape))
         with torch.no_grad():
             classes, memory = loaded.model.encode_images(

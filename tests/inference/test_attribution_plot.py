@@ -225,7 +225,6 @@ def test_lines_of_text_are_centred():
     [
         ("run", {"merge_tokens": 1}, {}, "merge_tokens=0"),
         ("tiny_run", {"merge_tokens": 1}, {}, "merge_tokens=0"),
-        ("tiny_run", {"keep_aspect": True}, {}, "classes are explained in the square"),
         ("tiny_run", {"tta": "flip"}, {}, "tta=flip: one view of an image is explained"),
         ("run", {}, {"deletion": False}, "no_deletion: maps of words are never tested"),
     ],

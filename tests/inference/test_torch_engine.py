@@ -53,7 +53,7 @@ def test_flip_is_the_mean_of_an_image_and_its_mirror_image(run, input_images, ke
     found = answers(run, input_images, tta="flip", keep_aspect=keep_aspect)
     for path, answer in zip(input_images, found, strict=True):
         image, prepare = read_image(path), run.preprocessing
-        view = prepare.keep_aspect(image, 8) if keep_aspect else prepare(image)
+        view = prepare.to_native(8)(image) if keep_aspect else prepare(image)
         views = torch.stack([view, view.flip(-1)])
         expected = by_hand(run, views).mean(dim=0).numpy()
         assert answer.probabilities == pytest.approx(expected, abs=1e-5)

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.errors import ConfigError
 from vit.model import sequence_packing
-from vit.model.blocks import PreNormBlock
+from vit.model.attention import AttentionContext
+from vit.model.blocks import DropPath, PreNormBlock
 from vit.model.build import build_classifier
 from vit.model.sequence_packing import PackedAttention, supports_varlen
 from vit.model.vision_transformer import VisionTransformer
@@ -26,6 +27,7 @@ KINDS = [
     {"position": "none", "pooling": "attention", "feedforward": "swiglu"},
     {"parallel_blocks": True, "layer_scale": 0.1, "norm": "rmsnorm"},
     {"norm_order": "sandwich", "repeat_blocks": 2, "norm_pre": True},
+    {"stem": "conv", "stem_width": 8, "position": "rotary", "rotary_grid": "mixed"},
 ]
 half_on_cuda = pytest.mark.skipif(
     not supports_varlen(
@@ -99,6 +101,34 @@ def test_packed_attention_equals_a_block_diagonal_mask():
         PackedAttention(lengths, query.device)(query, key, value, mask=mask)
 
 
+def test_images_are_cut_out_of_a_batch_of_one_size():
+    model, images = network(), input_images([(24, 8), (8, 8), (16, 16)])
+    batch = torch.full((3, 3, 16, 16), torch.nan)
+    for place, image in zip(batch, images, strict=True):
+        place.flatten(1)[:, : image[0].numel()] = image.flatten(1)
+    sizes = [(24, 8), (8, 8), (16, 16)]
+    torch.testing.assert_close(model(batch, sizes), alone(model, images), rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_norm_has_the_statistics_of_all_packed_images():
+    model, images = network(stem="conv", stem_width=8).train(), input_images()
+    model.encode_packed(images)
+    found = model.patch_embed.norms[0].running_mean.clone()
+    maps = [model.patch_embed.convs[0](image[None]).flatten(2) for image in images]
+    torch.testing.assert_close(found, 0.1 * torch.cat(maps, dim=2).mean(dim=(0, 2)))
+
+
+def test_drop_path_skips_whole_images_of_a_packed_row():
+    torch.manual_seed(0)
+    drop, lengths = DropPath(0.25), torch.tensor([2, 1, 4] * 500)
+    kept = drop(torch.ones(1, int(lengths.sum()), 2), AttentionContext(lengths=lengths))
+    images = torch.stack([part.mean() for part in kept[0].split(lengths.tolist())])
+    expected = images.repeat_interleave(lengths)[:, None].expand(-1, 2)
+    torch.testing.assert_close(kept[0], expected)
+    assert {round(share, 3) for share in images.tolist()} == {0.0, 1.333}
+    assert images.mean() == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize(
     "settings", [{"attention_dropout": 0.3, "dropout": 0.1}, {"drop_path": 0.2}]
 )
@@ -130,7 +160,6 @@ def test_networks_without_pooling_have_no_packed_features():
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"drop_path": 0.2}, "drop_path: it skips whole images"),
         ({"position": "relative"}, "position=relative"),
         ({"feedforward": "moe", "capacity_factor": 1.0}, "capacity_factor"),
         ({}, "merge_tokens"),

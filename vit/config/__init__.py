@@ -8,10 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from vit.config.data_config import AugmentConfig, DataConfig, SourceConfig
+from vit.config.data_config import (
+    WITH_NATIVE,
+    WITH_PAD,
+    AugmentConfig,
+    DataConfig,
+    SourceConfig,
+)
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig, PartialModelConfig
-from vit.config.settings import Section, check_read
+from vit.config.settings import Other, Section, check_read, refuse
 from vit.config.training_config import (
     DistillationConfig,
     FinetuneConfig,
@@ -58,6 +64,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_repeats()
         self._check_device_cache()
+        self._check_resize()
         if self.finetune.method == "probe" and not self.training.single_label:
             raise ConfigError(
                 f"method=probe: a probe fits one class an image, not task={self.training.task}; "
@@ -125,6 +132,14 @@ class Config:
                 "cache=device: a device has crops, flips, shifts, colour jitter and 3-Augment, but "
                 f"not {unbatched}; use --cache ram"
             )
+
+    def _check_resize(self) -> None:
+        rules = {"pad": WITH_PAD, "native": WITH_NATIVE}.get(self.data.resize, {})
+        values = self.values()
+        for name, accepted in rules.items():
+            if (values[name] in accepted) == isinstance(accepted, Other):
+                why = f"does not work with resize={self.data.resize}; leave it out"
+                refuse(name, values[name], why)
 
     def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.settings import LABEL_TASKS, ON, Other, Section, setting
+from vit.config.settings import LABEL_TASKS, ON, PRETRAINING_TASKS, Other, Section, setting
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
@@ -16,6 +16,8 @@ CHANNEL_SETTINGS = (
     *("channel_ranges", "channel_mean", "channel_std"),
 )
 """How the values of images of instruments are read."""
+WHOLE = ("pad", "native")
+"""Values of `resize` that keep the whole image."""
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
 """Properties of what is measured on the training images and kept in config.yaml, without a flag."""
 
@@ -83,9 +85,12 @@ class DataConfig(SourceConfig):
     """Images per optimiser step, over all devices; auto keeps this and chooses accumulate."""
     accumulate: int | None = setting(1, "--grad-accum-steps", least=1, resumable=True)
     """Micro-batches per optimiser step; auto: as few as the memory of a GPU allows."""
-    resize: Literal["crop", "squash"] = "crop"
-    """Evaluation: resize the short side and crop the centre, or resize to a square."""
-    crop_share: float = setting(0.9, "--crop-pct", above=0, most=1)
+    resize: Literal["crop", "squash", "pad", "native"] = "crop"
+    """Resize the short side and crop the centre, or resize to a square; pad, native: keep the whole
+    image in its shape, with the mean colour around, or in as many patches as a square has."""
+    crop_share: float = setting(
+        0.9, "--crop-pct", above=0, most=1, read_by=({"resize": Other(WHOLE)},), off=(1.0,)
+    )
     """Evaluation: share of the resized short side that the centre crop keeps."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     """Interpolation of resized images."""
@@ -132,6 +137,22 @@ class DataConfig(SourceConfig):
 
 RANDAUGMENT = ({"auto_augment": ("randaugment",)},)
 RESIZED = {"random_crop": ("resized",)}
+WITH_PAD: Mapping[str, tuple[Any, ...]] = {
+    "task": Other(PRETRAINING_TASKS),
+    "cache": Other(("device",)),
+    "random_crop": ("resized",),
+}
+"""Values of other settings beside resize=pad."""
+WITH_NATIVE: Mapping[str, tuple[Any, ...]] = {
+    **WITH_PAD,
+    "task": ("classify", "multilabel"),
+    **dict.fromkeys(("mixup", "cutmix", "merge_tokens", "compile", "teacher"), (0, None)),
+    "patch_sizes": ((),),
+    "feedforward": Other(("moe",)),
+    "position": Other(("relative",)),
+}
+"""The same beside resize=native: images of several sizes are no one tensor, in which they could be
+mixed, merged or compiled; a teacher has a size of its own."""
 MIXED = ("classify", "multilabel")
 """Tasks with labels that can be mixed."""
 

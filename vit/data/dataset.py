@@ -5,6 +5,7 @@ the image by its repetition too: it depends neither on the loader process nor on
 before.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Batch(NamedTuple):
 
     images: Tensor
     """As their transform returns them, (batch, channels, height, width); on the device where they
-    are cached there."""
+    are cached there. With `sizes` each channel begins with the pixels of its image, row by row."""
     labels: Tensor
     """Class indices, (batch,); for multi-label data 0 and 1 as uint8, (batch, classes)."""
     indices: Tensor
@@ -59,6 +60,8 @@ class Batch(NamedTuple):
     """One caption of each image, (batch, tokens), padded at the end; None without captions."""
     mismatched_ids: Tensor | None = None
     """A caption of another image for each, in the same form; only in evaluation."""
+    sizes: list[tuple[int, int]] | None = None
+    """(height, width) of each image of resize=native; None where all have that of the tensor."""
 
 
 class ImageDataset(Dataset[Batch]):
@@ -116,6 +119,7 @@ class ImageDataset(Dataset[Batch]):
         transform = self._transform(keys[0].epoch)
         loaded: list[SampleKey] = []
         failed: list[BadImage] = []
+        sizes: list[tuple[int, int]] = []
         images = None
         for key in keys:
             image = self._read(key, transform)
@@ -123,14 +127,20 @@ class ImageDataset(Dataset[Batch]):
                 failed.append(image)
                 continue
             if images is None:
-                images = allocate(len(keys), image)
-            images[len(loaded)] = image
+                images = allocate(len(keys), transform.blank() if transform.native else image)
+            if transform.native:
+                sizes.append((image.shape[1], image.shape[2]))
+                images[len(loaded)].flatten(1)[:, : math.prod(sizes[-1])] = image.flatten(1)
+            else:
+                images[len(loaded)] = image
             loaded.append(key)
         if images is None:
             return self.empty_batch(transform)._replace(failed=failed)
         indices = torch.tensor([key.sample for key in loaded], dtype=torch.int64)
         positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
         batch = Batch(images[: len(loaded)], self.labels[indices], indices, positions, failed)
+        if transform.native:
+            batch = batch._replace(sizes=sizes)
         return self._with_captions(batch, loaded)
 
     def empty_batch(self, transform: Transform) -> Batch:

@@ -31,7 +31,7 @@ from itertools import repeat
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vit.errors import ConfigError
 
@@ -663,6 +663,11 @@ class ChannelImage:
     def crop(self, box: tuple[int, int, int, int]) -> "ChannelImage":
         """As `PIL.Image.Image.crop`."""
         return self._each(lambda _, band: band.crop(box))
+
+    def expand(self, border: Sequence[int], fill: Sequence[float]) -> "ChannelImage":
+        """As `PIL.ImageOps.expand`, with (left, top, right, bottom)."""
+        colours: Any = fill  # which Pillow also takes as floating-point numbers
+        return self._each(lambda n, band: ImageOps.expand(band, tuple(border), colours[n]))
 
     def transpose(self, method: Image.Transpose) -> "ChannelImage":
         """As `PIL.Image.Image.transpose`."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from vit.config import AugmentConfig
-from vit.data.preprocessing import AnyImage, Preprocessing
-from vit.data.transforms import DECODE_MARGIN, Box, PixelSource, TrainingTransform, random_crop_box
+from vit.data.preprocessing import AnyImage, Box, Preprocessing
+from vit.data.transforms import DECODE_MARGIN, PixelSource, TrainingTransform, random_crop_box
 
 
 @dataclass(frozen=True)

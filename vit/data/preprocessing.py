@@ -4,7 +4,7 @@
 
 It is stored in the run folder, so that every later use equals the validation during training.
 Resizing needs no torch, so that exported networks run without it. Equals timm's evaluation
-transform (crop modes `center` and `squash`) bit for bit.
+transform (crop modes `center`, `squash` and `border`, which is pad) bit for bit.
 """
 
 import math
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from einops import rearrange
-from PIL import Image
+from PIL import Image, ImageOps
 
 from vit.config import DataConfig
-from vit.config.data_config import check_intensity_range
+from vit.config.data_config import WHOLE, check_intensity_range
 from vit.config.settings import from_plain
 from vit.data.image_io import read_channels, read_image
 from vit.data.image_objects import to_channels, to_rgb_image
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 AnyImage = Image.Image | ChannelImage
 """RGB of 8 bits, or the channels of an instrument."""
-OPTIONAL = ("intensity_range", "channels", "axes", "names")
-"""Left out of JSON where they are None or empty; the last two are of channels."""
+OPTIONAL = ("intensity_range", "channels", "axes", "names", "patch_size")
+"""Left out of JSON where they are None or empty; axes and names are of channels."""
 Triple = tuple[float, float, float]
-Resize = Literal["crop", "squash"]
+Box = tuple[float, float, float, float]
+"""(left, top, right, bottom) in pixels, not rounded."""
+Resize = Literal["crop", "squash", "pad", "native"]
 Interpolation = Literal["bilinear", "bicubic"]
 
 RESAMPLING: dict[str, Image.Resampling] = {
@@ -55,8 +57,11 @@ class Preprocessing:
     """Resizes and crops images to (3, height, width) uint8, and normalises batches of them.
 
     Args:
-        image_size: (height, width) of the result, in pixels.
+        image_size: (height, width) of the result, in pixels; with `native` its most patches.
+        resize: crop and squash as the setting; pad: the long side is resized to `image_size`, and
+            the mean colour is added around; native: near its own aspect ratio, in whole patches.
         crop_share: Share of the resized side that the centre crop keeps, in (0, 1].
+        patch_size: Of native, in pixels.
         mean: Subtracted from each channel, in [0, 1].
         intensity_range: Values of images of more than 8 bits per channel that become 0 and 255, as
             in `read_image`; None is the whole range of their type.
@@ -72,6 +77,7 @@ class Preprocessing:
     std: Triple = (0.5, 0.5, 0.5)
     intensity_range: tuple[float, float] | None = None
     channels: ChannelSpec | None = None
+    patch_size: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.image_size) < 1:
@@ -82,6 +88,22 @@ class Preprocessing:
             raise ConfigError(f"std={self.std!r}: must be more than 0 in every channel")
         if self.intensity_range is not None:
             check_intensity_range(self.intensity_range)
+        if self.native != bool(self.patch_size):
+            raise ConfigError(f"patch_size={self.patch_size!r}: resize=native has one, no other")
+
+    @property
+    def native(self) -> bool:
+        """Whether results have sizes of their own, with at most the pixels of `image_size`."""
+        return self.resize == "native"
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of an image is kept, in its shape."""
+        return self.resize in WHOLE
+
+    def to_native(self, patch_size: int) -> "Preprocessing":
+        """The same, resized by `native` in patches of this size."""
+        return replace(self, resize="native", crop_share=1.0, patch_size=patch_size)
 
     def with_range(self, intensity_range: tuple[float, float]) -> "Preprocessing":
         """The same with another range of the values of images of instruments."""
@@ -174,8 +196,12 @@ class Preprocessing:
         size = image_size or self.image_size
         return torch.zeros(self.num_channels, *size, dtype=getattr(torch, self.value_type))
 
-    def resize_and_crop(self, image: AnyImage) -> AnyImage:
-        """Resize `image` and crop its centre."""
+    def resize_and_crop(self, image: AnyImage, box: Box | None = None) -> AnyImage:
+        """Resize `image`, if it is kept whole a `box` of it, and crop its centre or add borders."""
+        if self.whole:
+            left, top, right, bottom = box or (0, 0, *image.size)
+            full = self.resized_size(right - left, bottom - top)
+            return self.add_borders(image.resize(full, RESAMPLING[self.interpolation], box=box))
         height, width = self.image_size
         full = full_width, full_height = self.resized_size(*image.size)
         # round() as torchvision's centre crop does: half a pixel goes to the even side
@@ -188,21 +214,29 @@ class Preprocessing:
         source = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
         return image.resize((width, height), resample, box=source)
 
-    def keep_aspect(self, image: AnyImage, patch_size: int) -> "Tensor":
-        """Resize without cropping, near the image's own aspect ratio, (3, height, width) uint8.
+    def add_borders(self, image: AnyImage) -> AnyImage:
+        """With `pad` a resized image with the mean colour around it, or its centre; else all."""
+        if self.resize != "pad":
+            return image
+        spare = self.image_size[1] - image.width, self.image_size[0] - image.height
+        left, top = (gap // 2 if gap > 0 else -round(-gap / 2) for gap in spare)
+        border, colour = (left, top, spare[0] - left, spare[1] - top), self.mean_colour
+        if isinstance(image, ChannelImage):
+            return image.expand(border, colour)
+        return ImageOps.expand(image, border, (int(colour[0]), int(colour[1]), int(colour[2])))
 
-        The sides are multiples of `patch_size`, with at most as many patches as `image_size` has.
-        """
-        patches = math.prod(side // patch_size for side in self.image_size)
-        rows, cols = grid_of_aspect(image.height / image.width, patches)
-        size = (cols * patch_size, rows * patch_size)
-        return to_tensor(image.resize(size, RESAMPLING[self.interpolation]))
-
-    def resized_size(self, width: int, height: int) -> tuple[int, int]:
+    def resized_size(self, width: float, height: float) -> tuple[int, int]:
         """(width, height) to which an image is resized before it is cropped."""
+        if self.patch_size is not None:
+            patches = math.prod(side // self.patch_size for side in self.image_size)
+            grid = grid_of_aspect(height / width, patches)
+            return grid[1] * self.patch_size, grid[0] * self.patch_size
         rows, cols = (math.floor(side / self.crop_share) for side in self.image_size)
         if self.resize == "squash":
             return cols, rows
+        if self.resize == "pad":
+            ratio = max(height / rows, width / cols)
+            return max(round(width / ratio), 1), max(round(height / ratio), 1)
         if rows == cols:
             long = int(rows * max(width, height) / min(width, height))
             return (rows, long) if width <= height else (long, rows)
@@ -253,12 +287,15 @@ class Preprocessing:
         return red, green, blue
 
     @classmethod
-    def from_config(cls, data: DataConfig, side: int) -> "Preprocessing":
+    def from_config(
+        cls, data: DataConfig, side: int, patch_size: int | None = None
+    ) -> "Preprocessing":
         """The preprocessing that `data` sets, for square images of `side` pixels."""
         return cls(
             image_size=(side, side),
             resize=data.resize,
-            crop_share=data.crop_share,
+            patch_size=patch_size if data.resize == "native" else None,
+            crop_share=1.0 if data.resize in WHOLE else data.crop_share,
             interpolation=data.interpolation,
             mean=data.mean,
             std=data.std,

@@ -26,6 +26,7 @@ from vit.data.preprocessing import (
     MAX_RESIZED_PIXELS,
     RESAMPLING,
     AnyImage,
+    Box,
     Interpolation,
     Preprocessing,
     to_channels_last,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from vit.data.image_io import MinSize, Pixels
 
 
-Box = tuple[float, float, float, float]
-"""(left, top, right, bottom) in pixels, not rounded."""
 MIN_INTEGER_BOX = 64
 """Smallest side of a box that is rounded to whole pixels: edges move by less than 1% of it."""
 DECODE_MARGIN = 2
@@ -54,7 +53,11 @@ class Transform(Protocol):
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """(height, width) of every result."""
+        """(height, width) of every result, of a `native` one the most pixels."""
+
+    @property
+    def native(self) -> bool:
+        """Whether each result has a size of its own."""
 
     def read(self, path: str) -> AnyImage:
         """Read an image as `__call__` takes it."""
@@ -77,7 +80,8 @@ class PixelSource(Protocol):
 class FastCrop:
     """Crops the `sample_box` of an image and resizes it, from a reduced decode where possible."""
 
-    image_size: tuple[int, int]
+    size_of: Callable[[Box], tuple[int, int]]
+    """(height, width) of the result."""
     interpolation: Interpolation
     sample_box: Callable[[int, int], Box]
 
@@ -88,7 +92,7 @@ class FastCrop:
         def min_size(width: int, height: int) -> tuple[int, int]:
             left, top, right, bottom = box = self.sample_box(width, height)
             sampled.append((box, width, height))
-            rows, cols = self.image_size
+            rows, cols = self.size_of(box)
             return (
                 min(math.ceil(DECODE_MARGIN * width * cols / (right - left)), width),
                 min(math.ceil(DECODE_MARGIN * height * rows / (bottom - top)), height),
@@ -99,20 +103,19 @@ class FastCrop:
             min_size(pixels.shape[1], pixels.shape[0])
         box, width, height = sampled[0]
         x, y = pixels.shape[1] / width, pixels.shape[0] / height
-        return self.crop_and_resize(pixels, (box[0] * x, box[1] * y, box[2] * x, box[3] * y))
+        scaled = box[0] * x, box[1] * y, box[2] * x, box[3] * y
+        return self.crop_and_resize(pixels, scaled, self.size_of(box))
 
-    def crop_and_resize(self, pixels: "Pixels", box: Box) -> Tensor:
-        """`box` of (height, width, 3) uint8 pixels, resized to (3, *image_size)."""
+    def crop_and_resize(self, pixels: "Pixels", box: Box, size: tuple[int, int]) -> Tensor:
+        """`box` of (height, width, 3) uint8 pixels, resized to (3, *size)."""
         left, top, right, bottom = map(round, box)
         if min(right - left, bottom - top) < MIN_INTEGER_BOX:
-            resample, (rows, cols) = RESAMPLING[self.interpolation], self.image_size
+            resample, (rows, cols) = RESAMPLING[self.interpolation], size
             return to_channels_last(Image.fromarray(pixels).resize((cols, rows), resample, box=box))
         # torch resizes this memory format as it is, and converts any other before and after
         part = torch.from_numpy(np.ascontiguousarray(pixels[top:bottom, left:right]))
         channels_last = part[None].permute(0, 3, 1, 2)
-        resized = F.interpolate(
-            channels_last, self.image_size, mode=self.interpolation, antialias=True
-        )
+        resized = F.interpolate(channels_last, size, mode=self.interpolation, antialias=True)
         return resized[0]
 
 
@@ -132,7 +135,7 @@ class TrainingTransform:
         )
         self.config = config
         self.preprocessing = preprocessing
-        self.image_size = preprocessing.image_size
+        self.image_size, self.native = preprocessing.image_size, preprocessing.native
         self.operations = build_operations(
             config, preprocessing.mean_colour, preprocessing.channels
         )
@@ -161,8 +164,11 @@ class TrainingTransform:
                 return self(ChannelImage(whole))
             return self._move(whole) if self.moves_pixels else self(Image.fromarray(whole))
         config = self.config
-        crop = FastCrop(self.image_size, self.preprocessing.interpolation, self._sample_box)
+        crop = FastCrop(self._size_of, self.preprocessing.interpolation, self._sample_box)
         pixels = crop(source)
+        if pixels.shape[1:] != self.image_size and not self.native:  # resize=pad
+            resized = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+            pixels = to_channels_last(self.preprocessing.add_borders(resized))
         horizontally, vertically = self._sample_flips()
         if horizontally:
             pixels = pixels.flip(2)
@@ -184,7 +190,7 @@ class TrainingTransform:
         if vertically:
             pixels = pixels[::-1]
         if config.translate:
-            _, right, down = self._sample_shift(*self.image_size[::-1])
+            _, right, down = self._sample_shift(*pixels.shape[1::-1])
             moved = translated(pixels, right, down, self.preprocessing.mean_colour)
         else:
             moved = np.array(pixels)  # a copy: the pixels may be those of the cache
@@ -202,8 +208,17 @@ class TrainingTransform:
             random_erasing(pixels, self.preprocessing.mean_colour)
         return pixels
 
+    def _size_of(self, box: Box) -> tuple[int, int]:
+        if not self.preprocessing.whole:
+            return self.image_size
+        return self.preprocessing.resized_size(box[2] - box[0], box[3] - box[1])[::-1]
+
     def _sample_box(self, width: int, height: int) -> Box:
-        return random_crop_box(width, height, self.config.min_crop, self.config.crop_ratio)
+        least, ratio = self.config.min_crop, self.config.crop_ratio
+        if not self.preprocessing.whole:
+            return random_crop_box(width, height, least, ratio)
+        left, top, right, bottom = random_crop_box(1, 1, least, ratio)  # of the image's own shape
+        return left * width, top * height, right * width, bottom * height
 
     def _crop(self, image: AnyImage) -> AnyImage:
         height, width = self.image_size
@@ -212,7 +227,10 @@ class TrainingTransform:
             return simple_random_crop(image, width, height, resample)
         if self.config.min_crop == 1:
             return self.preprocessing.resize_and_crop(image)
-        return image.resize((width, height), resample, box=self._sample_box(*image.size))
+        box = self._sample_box(*image.size)
+        if self.preprocessing.whole:
+            return self.preprocessing.resize_and_crop(image, box)
+        return image.resize((width, height), resample, box=box)
 
     def _flip(self, image: AnyImage) -> AnyImage:
         horizontally, vertically = self._sample_flips()

@@ -177,6 +177,10 @@ def _probabilities(
     return torch.cat([whole, between, empty], dim=1)
 
 
+VIEWS = {"crop": "centre crop", "squash": "squashed", "pad": "padded", "native": "in its shape"}
+"""Value of `resize` -> words."""
+
+
 class AttributionOverflow(RunError):
     """The maps of one image are not finite, for the `reason`."""
 
@@ -287,9 +291,10 @@ def class_attributions_to_json(
     predictor: Predictor, output: ImageOutput, attributions: Sequence[ClassAttribution]
 ) -> dict[str, Any]:
     """The maps of the classes of an image as a JSON object."""
+    assert output.pixels is not None, "an output without an error has an image"
     return {
         "image": output.image,
-        "seen": input_region(predictor),
+        "seen": input_region(predictor, output.pixels),
         "classes": [
             {
                 "label": one.label,
@@ -302,15 +307,17 @@ def class_attributions_to_json(
     }
 
 
-def input_region(predictor: Predictor, pixels: Tensor | None = None) -> dict[str, Any]:
-    """The part of an image that the network sees, for JSON, and from its pixels a JPEG of it."""
+def input_region(
+    predictor: Predictor, pixels: Tensor, *, with_image: bool = False
+) -> dict[str, Any]:
+    """The part of an image that the network sees, for JSON; `with_image` also a JPEG of it."""
     preprocessing = predictor.preprocessing
-    region = {
-        "size": list(preprocessing.image_size),
+    region: dict[str, Any] = {
+        "size": list(pixels.shape[1:]),
         "resize": preprocessing.resize,
         "crop_share": preprocessing.crop_share,
     }
-    if pixels is not None:
+    if with_image:
         shown = to_rgb_image(preprocessing.to_display(pixels), "an image")
         region["image"] = encode_thumbnail(shown).source
     return region
@@ -347,12 +354,12 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def view_lines(predictor: Predictor) -> list[str]:
+def view_lines(predictor: Predictor, pixels: Tensor) -> list[str]:
     """Text below the plain image: which part of the file it shows."""
     preprocessing = predictor.preprocessing
-    height, width = preprocessing.image_size
+    height, width = pixels.shape[1:]
     share = f"{100 * preprocessing.crop_share:.0f} %"
-    part = f"centre crop, {share}" if preprocessing.resize == "crop" else f"squashed, {share}"
+    part = f"{VIEWS[preprocessing.resize]}, {share}"
     return [f"seen: {width} x {height} pixels", part]
 
 

@@ -63,11 +63,6 @@ def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
                 "no_deletion: maps of words are never tested by deletion; leave it out"
             )
         return
-    if predictor.keep_aspect:
-        raise ConfigError(
-            "keep_aspect=True: classes are explained in the square that a network usually sees; "
-            "leave one of keep_aspect and explain out"
-        )
     if predictor.tta is not None:
         raise ConfigError(
             f"tta={predictor.tta}: one view of an image is explained, and answers are the "
@@ -140,7 +135,7 @@ def _plot_classes(
     """Plot the maps of the classes; returns the deletion metric of the best class."""
     assert output.pixels is not None, "an output without an error has an image"
     classes = attribute_classes(predictor, output, deletion=deletion, threshold=threshold)
-    texts = [view_lines(predictor), *(one.lines for one in classes)]
+    texts = [view_lines(predictor, output.pixels), *(one.lines for one in classes)]
     shown = predictor.preprocessing.to_display(output.pixels)
     plot = plot_attributions(shown, [one.weights for one in classes], texts)
     _write(path, plot, class_attributions_to_json(predictor, output, classes))

@@ -100,7 +100,7 @@ def calibrate(
     for name in ("merge_tokens", "patch_size"):
         if getattr(inference, name) not in (None, getattr(loaded.config, name)):
             inference.refuse(name, "the run keeps a calibration of its own network; leave it out")
-    if inference.keep_aspect:
+    if inference.keep_aspect and not loaded.preprocessing.native:
         inference.refuse("keep_aspect", "the run keeps a calibration of square crops; leave it out")
     places = _target_places(
         [target_class] if isinstance(target_class, str) else target_class, loaded

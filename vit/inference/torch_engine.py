@@ -28,7 +28,7 @@ from vit.generation.generate import CaptionGenerator, check_length
 from vit.generation.generation_config import Search
 from vit.inference.precision_autotune import PrecisionAutotuner
 from vit.model.captioner import Captioner, use_column_major_weights
-from vit.model.feature_distance import DistanceFeatures, encode_with_features
+from vit.model.feature_distance import DistanceFeatures, encode_with_features, features_of_sizes
 from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
 from vit.model.sequence_packing import check_packable
@@ -128,7 +128,11 @@ class TorchEngine:
         self.shares = get_task(loaded.task_name).activation_name != "identity"
         self.calibration, self.activation = loaded.calibration, calibrated_activation(loaded)
         self.distance, self.returns_distances = loaded.distance, False
-        self.keep_aspect, self.tta = config.keep_aspect, config.tta
+        self.keep_aspect = config.keep_aspect and not self.preprocessing.native
+        self.native, self.tta = config.keep_aspect or self.preprocessing.native, config.tta
+        if self.native:
+            patch_size = loaded.model.patch_embed.patch_size
+            self.preprocessing = self.preprocessing.to_native(patch_size)
         self.embeddings, self.compiled = config.embeddings, config.compile
         self.check_settings()
         self.batch_size = config.batch_size or default_batch_size(
@@ -147,7 +151,7 @@ class TorchEngine:
         self.precision_autotuner: PrecisionAutotuner | None = None
         tries = config.precision == "auto" and should_benchmark_bf16(self.device)
         if tries and self.classes and not captions:
-            usage = {"keep_aspect": self.keep_aspect, "compiled": self.compiled}
+            usage = {"keep_aspect": self.native, "compiled": self.compiled}
             self.precision_autotuner = PrecisionAutotuner(
                 loaded.config, usage, usual=self.precision, notify=notify
             )
@@ -156,21 +160,21 @@ class TorchEngine:
     def check_settings(self) -> None:
         """Raise if settings contradict each other or the model."""
         captions = isinstance(self.model, Captioner)
-        if self.keep_aspect:
+        if self.native:
             check_packable(self.model)
         if self.tta is not None and captions:
             raise ConfigError(
                 f"tta={self.tta}: probabilities are averaged, not captions; leave it out"
             )
-        if self.compiled and (captions or self.keep_aspect):
-            what = "captions" if captions else "keep_aspect"
+        if self.compiled and (captions or self.native):
+            what = "captions" if captions else "images in their own shape"
             raise ConfigError(f"compile: {what} come in too many shapes to compile; leave it out")
         if self.embeddings and isinstance(self.model.attn_pool, NoPooling):
             raise ConfigError(
                 "this network has no embeddings: it pools its tokens to no vector (pooling=none); "
                 "give a classifier, or a run of vit pretrain"
             )
-        if self.embeddings and captions and self.keep_aspect:
+        if self.embeddings and captions and self.native:
             raise ConfigError(
                 "embeddings: not available for captioners with keep_aspect; leave one of them out"
             )
@@ -182,10 +186,6 @@ class TorchEngine:
     @property
     def prepare(self) -> Callable[[AnyImage], Tensor]:
         """Image -> (channels, height, width), uint8 for RGB."""
-        if self.keep_aspect:
-            return partial(
-                self.preprocessing.keep_aspect, patch_size=self.model.patch_embed.patch_size
-            )
         return self.preprocessing
 
     def pool(self) -> Executor:
@@ -232,9 +232,7 @@ class TorchEngine:
         count, blank = len(images), self.blank_image()
         batch = [blank if isinstance(image, BadImage) else image for image in images]
         if rows is None:
-            rows = (
-                count if self.keep_aspect else min(self.batch_size, 1 << (count - 1).bit_length())
-            )
+            rows = count if self.native else min(self.batch_size, 1 << (count - 1).bit_length())
             rows = self.batch_size if self.compiled else rows
         batch += [blank] * (rows - count)
         output = self.compute(batch, self.precision)
@@ -305,14 +303,18 @@ class TorchEngine:
         of one view of uint8 images."""
         no_memories = [None] * len(images)
         # on a CPU an image that is normalised by itself stays in the cache
-        one_by_one = self.keep_aspect or self.device.type == "cpu"
+        one_by_one = self.native or self.device.type == "cpu"
         floats = [self._normalise(image) for image in images] if one_by_one else []
-        if self.keep_aspect and isinstance(self.model, Captioner):
+        if self.native and isinstance(self.model, Captioner):
             logits, memories = self.model.encode_images_packed(floats)
             return logits, None, memories, None
-        if self.keep_aspect:
-            pooled = self.model.features_packed(floats)
-            return self.model.head(pooled), pooled if self.embeddings else None, no_memories, None
+        if self.native:
+            features = None
+            if self.returns_distances and self.distance is not None:
+                features = features_of_sizes(self.model, floats)
+            pooled = self.model.features_packed(floats) if features is None else features.pooled
+            embedding = pooled if self.embeddings else None
+            return self.model.head(pooled), embedding, no_memories, features
         batch = torch.stack(floats) if floats else self._normalise(self._stack(images))
         logits, embedding, memory, features = self.forward(batch)
         return logits, embedding, no_memories if memory is None else [*memory], features

@@ -113,6 +113,8 @@ class AttentionContext(NamedTuple):
     """Attention mask or bias, as in `dot_product_attention`."""
     attention_fn: AttentionFunction = dot_product_attention
     """Implementation of attention."""
+    lengths: Tensor | None = None
+    """Tokens of each image in a packed row, (images,); None where each is a row of the batch."""
     token_sizes: Tensor | None = None
     """Number of patches merged into each token, (batch, tokens); None without token merging."""
     kv_cache: "LayerCache | None" = None

@@ -60,15 +60,26 @@ class DropPath(nn.Module):
         # a tensor, not a number: blocks that differ in nothing else share one compiled graph
         self.keep = torch.tensor(1 - rate, device="cpu")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
         if not self.training:
             return x
         if torch.compiler.is_compiling():
             kept = torch.rand(x.shape[0], 1, 1, device=x.device) < self.keep
             return x * (kept / self.keep).to(x.dtype)
-        keep = 1 - self.rate
-        return x * x.new_empty(x.shape[0], 1, 1).bernoulli_(keep).div_(keep)
+        keep, lengths = 1 - self.rate, None if context is None else context.lengths
+        if lengths is None:
+            return x * x.new_empty(x.shape[0], 1, 1).bernoulli_(keep).div_(keep)
+        kept = x.new_empty(len(lengths), 1).bernoulli_(keep).div_(keep)
+        return x * kept.repeat_interleave(lengths, dim=0, output_size=x.shape[1])
+
+
+class KeepPath(nn.Module):
+    """No stochastic depth."""
+
+    def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:  # noqa: ARG002
+        """(batch, tokens, dim) -> the same"""
+        return x
 
 
 class Block(nn.Module):
@@ -104,7 +115,7 @@ class Block(nn.Module):
             self.add_module(name, norm())
         self.attn, self.mlp = attn, mlp
         self.ls1, self.ls2 = scales
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path = DropPath(drop_path) if drop_path else KeepPath()
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, tokens, dim), and the context of these tokens"""
@@ -115,8 +126,8 @@ class PreNormBlock(Block):
     """x + f(norm(x)), for attention and then for the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), context)))
-        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), context)), context)
+        x = x + self.drop_path(self.ls2(self.mlp(self.norm2(x))), context)
         return x, context
 
 
@@ -124,8 +135,8 @@ class PostNormBlock(Block):
     """norm(x + f(x)), for attention and then for the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, context))))
-        x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, context)), context))
+        x = self.norm2(x + self.drop_path(self.ls2(self.mlp(x)), context))
         return x, context
 
 
@@ -137,8 +148,10 @@ class SandwichNormBlock(Block):
     norm2_post: nn.Module
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        x = x + self.drop_path(self.ls1(self.norm1_post(self.attn(self.norm1(x), context))))
-        x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))))
+        x = x + self.drop_path(
+            self.ls1(self.norm1_post(self.attn(self.norm1(x), context))), context
+        )
+        x = x + self.drop_path(self.ls2(self.norm2_post(self.mlp(self.norm2(x)))), context)
         return x, context
 
 
@@ -146,8 +159,8 @@ class ResidualPostNormBlock(Block):
     """x + norm(f(x)), for attention and then for the feed-forward part."""
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
-        x = x + self.drop_path(self.ls1(self.norm1(self.attn(x, context))))
-        x = x + self.drop_path(self.ls2(self.norm2(self.mlp(x))))
+        x = x + self.drop_path(self.ls1(self.norm1(self.attn(x, context))), context)
+        x = x + self.drop_path(self.ls2(self.norm2(self.mlp(x))), context)
         return x, context
 
 
@@ -158,7 +171,7 @@ class ParallelBlock(Block):
 
     def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
         y = self.norm1(x)
-        x = x + self.drop_path(self.ls1(self.attn(y, context)) + self.ls2(self.mlp(y)))
+        x = x + self.drop_path(self.ls1(self.attn(y, context)) + self.ls2(self.mlp(y)), context)
         return x, context
 
 

@@ -17,13 +17,14 @@ Hein, "Mahalanobis++", arXiv:2505.18032; covariance: Tipping and Bishop, "Probab
 Component Analysis", 1999.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
+from vit.model.sequence_packing import group_by_size
 
 if TYPE_CHECKING:
     from vit.model.vision_transformer import VisionTransformer
@@ -70,6 +71,15 @@ def encode_with_features(
     tokens = model.norm(tokens)
     pooled = model.pool(tokens, context)
     return tokens, context, DistanceFeatures(torch.stack(means, dim=1), pooled)
+
+
+def features_of_sizes(model: "VisionTransformer", images: Sequence[Tensor]) -> DistanceFeatures:
+    """What the distance is measured on of images of any sizes, each (channels, height, width)."""
+    groups = group_by_size(images)
+    batches = [torch.stack([images[index] for index in group]) for group in groups]
+    found = DistanceFeatures.cat([encode_with_features(model, batch)[2] for batch in batches])
+    order = torch.tensor([index for group in groups for index in group]).argsort()
+    return DistanceFeatures(*(part[order.to(part.device)] for part in found))
 
 
 class MahalanobisDistance(nn.Module):

@@ -49,6 +49,10 @@ class ImageEmbedding(nn.Module):
                 )
         return height // patch_size, width // patch_size
 
+    def embed_sizes(self, batches: Sequence[Tensor]) -> list[tuple[Tensor, Grid]]:
+        """`forward` of batches of several sizes, which are one for statistics of a batch."""
+        return [self(images) for images in batches]
+
 
 class PatchEmbedding(ImageEmbedding):
     """Cuts images into square patches and projects each to one token, row by row.
@@ -198,10 +202,33 @@ class ConvStem(ImageEmbedding):
 
     def tokens(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, rows * cols, dim)"""
-        x = images.contiguous(memory_format=torch.channels_last)
+        return self.tokens_of_sizes([images])[0]
+
+    def tokens_of_sizes(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """`tokens` of batches of several sizes, normalised as one."""
+        maps = [images.contiguous(memory_format=torch.channels_last) for images in batches]
         for conv, norm, pool in zip([*self.convs, self.proj], self.norms, self.pools, strict=True):
-            x = pool(F.gelu(norm(conv(x))))
-        return rearrange(x, "batch dim rows cols -> batch (rows cols) dim")
+            maps = [pool(F.gelu(x)) for x in normalise_together(norm, [conv(x) for x in maps])]
+        return [rearrange(x, "batch dim rows cols -> batch (rows cols) dim") for x in maps]
+
+    def embed_sizes(self, batches: Sequence[Tensor]) -> list[tuple[Tensor, Grid]]:
+        grids = [self.grid(images, self.patch_size) for images in batches]
+        return [*zip(self.tokens_of_sizes(batches), grids, strict=True)]
+
+
+def normalise_together(norm: nn.Module, maps: Sequence[Tensor]) -> list[Tensor]:
+    """`norm` of feature maps of several sizes at once, each (batch, channels, rows, cols)."""
+    if len(maps) == 1:
+        return [norm(maps[0])]
+    rows = [rearrange(x, "batch channels rows cols -> (batch rows cols) channels") for x in maps]
+    # pixels as a batch: as an image of one column torch 2.14 gives BatchNorm wrong gradients
+    joined = torch.cat(rows)[:, :, None, None].contiguous(memory_format=torch.channels_last)
+    parts = norm(joined)[:, :, 0, 0].split([len(part) for part in rows])
+    back = "(batch rows cols) channels -> batch channels rows cols"
+    return [
+        rearrange(part, back, rows=x.shape[2], cols=x.shape[3])
+        for part, x in zip(parts, maps, strict=True)
+    ]
 
 
 def resize_patch_embed(matrix: Tensor, *, old: int, new: int) -> Tensor:

@@ -27,7 +27,7 @@ class GridTables:
     table again and copied it.
     """
 
-    MOST = 8
+    MOST = 64
 
     def __init__(self) -> None:
         self.kept: dict[tuple[Grid, torch.device, torch.dtype], Tensor] = {}

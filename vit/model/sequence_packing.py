@@ -7,6 +7,7 @@ of the whole row, and the mask itself is as large; so the row is split instead.
 Source: Dehghani et al., "Patch n' Pack: NaViT", sections 2.1 and 2.2, arXiv:2307.06304.
 """
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import groupby
@@ -105,6 +106,15 @@ def supports_varlen(value: Tensor) -> bool:
     return half and fits and torch.cuda.get_device_capability(value.device) >= (8, 0)
 
 
+def cut_images(batch: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Images of these (height, width) whose pixels are the first ones of each channel, row by row.
+
+    (batch, channels, height, width) -> each (channels, its height, its width); a view.
+    """
+    rows = zip(batch.flatten(2), sizes, strict=True)
+    return [pixels[:, : math.prod(size)].unflatten(1, size) for pixels, size in rows]
+
+
 def group_by_size(images: Sequence[Tensor]) -> list[list[int]]:
     """Indices of the images of each size, (channels, height, width).
 
@@ -128,7 +138,10 @@ def pack(embedded: Sequence[tuple[Tensor, AttentionContext]]) -> tuple[Tensor, A
     counts = [tokens.shape[0] for tokens, _ in embedded]
     lengths = [tokens.shape[1] for tokens, _ in embedded for _ in range(tokens.shape[0])]
     rotate = concatenate_rotations([context.rope for _, context in embedded], counts)
-    return row, AttentionContext(rope=rotate, attention_fn=PackedAttention(lengths, row.device))
+    attention = PackedAttention(lengths, row.device)
+    return row, AttentionContext(
+        rope=rotate, attention_fn=attention, lengths=attention.starts.diff()
+    )
 
 
 def unpack(row: Tensor, embedded: Sequence[tuple[Tensor, AttentionContext]]) -> list[Tensor]:
@@ -151,7 +164,5 @@ def check_packable(model: nn.Module) -> None:
             why = "merge_tokens: it would merge tokens of different images; set it to 0"
         elif isinstance(part, MixtureOfExperts) and part.capacity_fn is not None:
             why = "capacity_factor: capacity is counted in each image; set it to 0"
-        elif isinstance(part, blocks.DropPath) and part.training:
-            why = "drop_path: it skips whole images in training; set it to 0"
         if why is not None:
             raise ConfigError(f"images cannot be packed with {why}, or run each size by itself")

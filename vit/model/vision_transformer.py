@@ -26,7 +26,13 @@ from vit.model.normalization import build_norm
 from vit.model.patch_dropout import PatchDropout
 from vit.model.pooling import NoPooling
 from vit.model.position_embedding import Grid
-from vit.model.sequence_packing import check_packable, group_by_size, pack, unpack
+from vit.model.sequence_packing import (
+    check_packable,
+    cut_images,
+    group_by_size,
+    pack,
+    unpack,
+)
 
 
 class VisionTransformer(nn.Module):
@@ -134,8 +140,14 @@ class VisionTransformer(nn.Module):
         """(batch, channels, height, width) -> input of the head, (batch, pooled_dim)"""
         return self.pool(*self.encode(images))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, height, width) -> logits (batch, classes)"""
+    def forward(self, images: Tensor, sizes: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """(batch, channels, height, width) -> logits (batch, classes)
+
+        Args:
+            sizes: (height, width) of each image, if `cut_images` cuts them out of `images`.
+        """
+        if sizes:
+            return self.forward_packed(cut_images(images, sizes))
         logits: Tensor = self.head(self.features(images))
         return logits
 
@@ -157,7 +169,8 @@ class VisionTransformer(nn.Module):
         """
         check_packable(self)
         groups = group_by_size(images)
-        embedded = [self.embed(torch.stack([images[i] for i in group])) for group in groups]
+        batches = [torch.stack([images[i] for i in group]) for group in groups]
+        embedded = [self.embed_patches(*each) for each in self.patch_embed.embed_sizes(batches)]
         row, _ = self.forward_blocks(*pack(embedded))
         contexts = (context for _, context in embedded)
         return [*zip(groups, unpack(row, embedded), contexts, strict=True)]

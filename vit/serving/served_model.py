@@ -208,7 +208,7 @@ class ServedModel:
         from vit.inference import attribution
 
         predictor = self.predictor
-        seen = attribution.input_region(predictor, output.pixels if with_image else None)
+        seen = attribution.input_region(predictor, output.pixels, with_image=with_image)
         if output.captions:
             words = attribution.attribute_caption(predictor, output)
             record = attribution.word_attributions_to_json(output, words)

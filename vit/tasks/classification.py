@@ -260,7 +260,8 @@ class ClassTally:
         self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        self.count(forward(run, images).to(run.dtype).cpu(), batch.labels)
+        logits = forward(run, images, batch.sizes)
+        self.count(logits.to(run.dtype).cpu(), batch.labels)
 
     def count(self, logits: Tensor, labels: Tensor) -> None:
         """Add answers, (images, classes), and labels, both on the CPU."""

@@ -102,7 +102,7 @@ def classifier_loss(
     shares, (batch, classes), on the device."""
     if distillation is None:
         images, targets = mixed(run, batch, images, targets, epoch)
-        return label_loss(forward(run, images), targets).view(1)
+        return label_loss(forward(run, images, batch.sizes), targets).view(1)
     taught = distillation.targets(batch.indices).to(targets, non_blocking=True)
     images, both = mixed(run, batch, images, torch.cat([targets, taught], dim=1), epoch)
     targets, taught = both.chunk(2, dim=1)

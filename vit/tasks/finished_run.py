@@ -22,7 +22,13 @@ from vit.evaluation.intervals import number_groups
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature
 from vit.event_log import METRICS_FILE, read_event_log
-from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
+from vit.model.feature_distance import (
+    DistanceFeatures,
+    FeatureDistance,
+    encode_with_features,
+    features_of_sizes,
+)
+from vit.model.sequence_packing import cut_images
 from vit.precision import Precision, autocast
 from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.task import Task
@@ -170,7 +176,7 @@ class FinishedRun:
         with contextlib.closing(self.batches(samples, failed, network=network)) as batches:
             for batch, images in batches:
                 with torch.inference_mode(), self.autocast():
-                    logits = model(images)
+                    logits = model(images, batch.sizes)
                 yield batch, logits.float().cpu().double()
 
     @cached_property
@@ -185,16 +191,21 @@ class FinishedRun:
             for batch, images in batches:
                 with torch.inference_mode(), self.autocast():
                     if distance is None:
-                        outputs = self.loaded.model(images)
+                        outputs = self.loaded.model(images, batch.sizes)
                     else:
-                        _, _, features = encode_with_features(self.loaded.model, images)
+                        features = self._features(images, batch)
                         outputs = self.loaded.model.head(features.pooled)
                         distances.append(distance.parts(features.float_cpu()))
                 logits.append(outputs.float().cpu())
                 labels.append(batch.labels)
                 names = [samples[index].path for index in batch.indices.tolist()]
-                display = self.loaded.preprocessing.to_display(batch.images)
-                properties.add_pixels(names, display)
+                display = self.loaded.preprocessing.to_display
+                if batch.sizes is None:
+                    properties.add_pixels(names, display(batch.images))
+                else:
+                    cut = cut_images(batch.images, batch.sizes)
+                    for name, image in zip(names, cut, strict=True):
+                        properties.add_pixels([name], display(image)[None])
                 paths += names
         if distance is not None:
             distance.standardise(torch.cat(distances))
@@ -215,11 +226,17 @@ class FinishedRun:
             return None
         features = []
         with contextlib.closing(self.batches(self.distance_samples, {})) as batches:
-            for _, images in batches:
+            for batch, images in batches:
                 with torch.inference_mode(), self.autocast():
-                    found = encode_with_features(self.loaded.model, images)[2]
+                    found = self._features(images, batch)
                 features.append(found.float_cpu())
         return FeatureDistance.fit(DistanceFeatures.cat(features))
+
+    def _features(self, images: Tensor, batch: Batch) -> DistanceFeatures:
+        """What the distance of normalised `images` is measured on."""
+        if batch.sizes is None:
+            return encode_with_features(self.loaded.model, images)[2]
+        return features_of_sizes(self.loaded.model, cut_images(images, batch.sizes))
 
     def batches(
         self,

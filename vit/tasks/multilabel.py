@@ -232,7 +232,7 @@ class MultiLabelTally:
         self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        logits = forward(run, images).to(run.dtype).cpu()
+        logits = forward(run, images, batch.sizes).to(run.dtype).cpu()
         targets = batch.labels.to(logits)
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
         self.sums += torch.stack([losses.double().sum(), torch.tensor(len(logits)).double()])

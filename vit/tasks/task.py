@@ -366,14 +366,16 @@ def mixed(
     return mix(images, targets, batch.positions, plan)
 
 
-def forward(run: TrainingRun, images: Tensor) -> Tensor:
+def forward(
+    run: TrainingRun, images: Tensor, sizes: Sequence[tuple[int, int]] | None = None
+) -> Tensor:
     """Logits of normalised `images`; with an empty batch, of one blank image that is dropped.
 
     All processes must take part in each forward pass, and some attention kernels refuse an empty
     batch.
     """
     if len(images):
-        logits: Tensor = run.model(images)
+        logits: Tensor = run.model(images, sizes) if sizes else run.model(images)
         return logits
     with run.frozen_running_stats():
         blank: Tensor = run.model(images.new_zeros(1, *images.shape[1:]))

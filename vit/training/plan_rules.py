@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vit.config import AugmentConfig
+from vit.config.data_config import WHOLE
 from vit.errors import ConfigError
 from vit.text import format_bytes
 
@@ -509,7 +510,8 @@ def decide_augmentation(plan: Plan) -> None:
         why = f"{counted_passes(plan.passes)}: greyscale, solarised or blurred, then jittered"
         plan.decide("auto_augment", "three", why)
     plan.decide("interpolation", "bilinear", "quick, and as good at these sizes")
-    plan.decide("crop_share", 1.0, "the whole short side counts")
+    if plan.get("resize") not in WHOLE:
+        plan.decide("crop_share", 1.0, "the whole short side counts")
 
 
 def decide_caption_crops(plan: Plan) -> None:
@@ -557,7 +559,8 @@ def decide_cache(plan: Plan) -> None:
     # of a GPU that holds a part of the batch at a time, nothing is left
     on_device = plan.fits is None and bytes_needed < CACHE_SHARE * facts.device_memory
     # that of channels has not been measured on a GPU
-    if on_device and augment.unbatched is None and not facts.channels:
+    on_device &= not facts.channels and plan.get("resize") not in WHOLE
+    if on_device and augment.unbatched is None:
         plan.decide("cache", "device", f"{decoded}; the GPU crops and varies them")
     else:
         plan.decide("cache", "ram", decoded)

@@ -121,7 +121,9 @@ def make_training(
         model=model,
         optimizer=prepared,
         average=average,
-        preprocessing=Preprocessing.from_config(config.data, config.model.image_size),
+        preprocessing=Preprocessing.from_config(
+            config.data, config.model.image_size, config.model.patch_size
+        ),
         lr_at=learning_rate(training, epoch_steps=epoch_steps, total=total_steps),
         task=get_task(training.task).with_data(config, splits),
         tokenizer=None if splits is None else splits.tokenizer,

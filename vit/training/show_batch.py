@@ -17,6 +17,7 @@ from vit.config.setting_layers import Settings, with_settings
 from vit.data.contact_sheet import MAX_IMAGES, check_sheet_name, contact_sheet
 from vit.data.dataset_types import Splits
 from vit.errors import BadImage, ConfigError, DataError
+from vit.model.sequence_packing import cut_images
 from vit.text import plural, printable
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
@@ -80,4 +81,9 @@ def first_batch(run: TrainingContext, splits: Splits) -> tuple[Tensor, list[list
         raise DataError("not one image of the first batch can be read")
     images = run.preprocessing.normalise(batch.images)
     images, texts = run.task.preview(run, batch, images, splits.classes)
+    if batch.sizes is not None:  # of several sizes, in the middle colour
+        cut, most = cut_images(images, batch.sizes), map(max, zip(*batch.sizes, strict=True))
+        images = images.new_zeros(len(cut), images.shape[1], *most)
+        for place, image in zip(images, cut, strict=True):
+            place[:, : image.shape[1], : image.shape[2]] = image
     return run.preprocessing.to_pixels(images), texts

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
+from vit.config.data_config import WHOLE
 from vit.config.presets import preset
 from vit.config.setting_layers import all_settings, flatten, make_config, with_effect
 from vit.config.settings import refuse, why_unread
@@ -82,6 +83,8 @@ def complete_for_weights(
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
         found |= pretrained_image_size(source.config, source.preprocessing)
+    if {**found, **{name: chosen[name] for name in config.settled}}.get("resize") in WHOLE:
+        found["crop_share"] = 1.0
     found |= preset_sizes(config, source)
     found |= caption_settings(config, source, method)
     found["method"] = method

@@ -451,6 +451,8 @@ def write_processor(preprocessing: Preprocessing, image_size: int) -> dict[str, 
             "transformers cannot express a preprocessing that makes images of "
             f"{height} x {width} for a network of {image_size} x {image_size}"
         )
+    if preprocessing.whole:
+        raise WeightsError(f"transformers cannot express resize={preprocessing.resize}")
     full = math.floor(image_size / preprocessing.crop_share)
     squashes = preprocessing.resize == "squash"
     both = {"height": full, "width": full}

@@ -57,7 +57,8 @@ POOLINGS = {
     "class_token_registers": "",
     "none": "",
 }
-CROP_MODES = {"crop": "center", "squash": "squash"}
+CROP_MODES = {"crop": "center", "squash": "squash", "pad": "border", "native": "squash"}
+"""timm has no native: all of an image is the nearest."""
 GRIDS = {"index": "cat", "index_1": "cat", "centred": "dinov3", "mixed": "mixed"}
 SUB_ORDERS = ("pre", "sub", "sub_mlp")  # norm orders of timm's Eva
 # Settings that timm cannot build. Sinusoidal tables are no obstacle: they are stored as weights.

@@ -33,7 +33,7 @@ from vit.weights.formats.state_dict_names import (
 )
 from vit.weights.formats.timm_network import timm_facts
 
-RESIZES = {"center": "crop", "squash": "squash"}
+RESIZES = {"center": "crop", "squash": "squash", "border": "pad"}
 # Errors caused by malformed tensors and values in a file.
 FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
