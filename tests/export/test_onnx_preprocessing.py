@@ -15,6 +15,8 @@ WAYS = [
     {"image_size": (16, 16), "interpolation": "bilinear", "crop_share": 1.0},
     {"image_size": (20, 12), "crop_share": 0.8},
     {"image_size": (12, 20), "resize": "squash", "interpolation": "bilinear"},
+    {"image_size": (20, 12), "resize": "pad", "crop_share": 1.0, "mean": (0.2, 0.5, 0.7)},
+    {"image_size": (15, 15), "resize": "pad", "crop_share": 0.8, "interpolation": "bilinear"},
 ]
 SIZES = [(1, 1), (1, 3), (2, 90), (20, 31), (24, 24), (16, 13), (75, 50), (37, 36), (301, 457)]
 TALL = [(90, 2), (120, 33), (457, 130)]

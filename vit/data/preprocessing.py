@@ -97,6 +97,11 @@ class Preprocessing:
         return self.resize == "native"
 
     @property
+    def in_graph(self) -> bool:
+        """Whether exported graphs resize images themselves."""
+        return self.channels is None and not self.native
+
+    @property
     def whole(self) -> bool:
         """Whether all of an image is kept, in its shape."""
         return self.resize in WHOLE
@@ -171,13 +176,10 @@ class Preprocessing:
         return to_tensor(self.resize_and_crop(image))
 
     def to_graph_input(self, image: AnyImage) -> Array:
-        """What an exported graph takes of an image: all of it, since the graph resizes RGB; or the
-        resized and cropped values of an instrument, (height, width, channels)."""
-        if isinstance(image, Image.Image):
-            return np.asarray(image)
-        fitted = self.resize_and_crop(image)
-        assert isinstance(fitted, ChannelImage)
-        return fitted.to_array()
+        """What an exported graph takes of an image: all of it with `in_graph`, else what the
+        network sees, (height, width, channels)."""
+        fitted = image if self.in_graph else self.resize_and_crop(image)
+        return np.asarray(fitted) if isinstance(fitted, Image.Image) else fitted.to_array()
 
     def random_input(self, seed: int, *shape: int) -> Array:
         """Random values of an exported graph's input, `shape` and channels."""

@@ -102,7 +102,10 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
             f"merge_tokens={run.config.merge_tokens}: tokens differ from block to block and from "
             "image to image; export without tokens"
         )
-    batch = {0: "batch"}
+    preprocessing, batch = run.preprocessing, {0: "batch"}
+    if tokens and preprocessing.native:
+        raise ConfigError("resize=native: the number of tokens varies; export without tokens")
+    images = {**batch, 1: "height", 2: "width"} if preprocessing.native else batch
     outputs = {"probabilities": batch}
     if tokens:
         outputs |= {"tokens": batch, "embedding": batch, "attention": batch}
@@ -112,18 +115,20 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     activation = calibrated_activation(run)
     return Part(
         name="classifier",
-        module=kind(run.model, run.preprocessing, activation, run.distance).eval(),
-        inputs={FITTED if run.preprocessing.channels is None else INPUT: batch},
+        module=kind(run.model, preprocessing, activation, run.distance).eval(),
+        inputs={FITTED if preprocessing.in_graph else INPUT: images},
         outputs=outputs,
         examples=[
-            (torch.from_numpy(random_images(run.preprocessing, count)),) for count in BATCHES
+            (torch.from_numpy(random_images(preprocessing, count, *size)),)
+            for count, size in zip(BATCHES, input_sizes(preprocessing), strict=True)
         ],
+        multiple=preprocessing.patch_size or 1,
     )
 
 
 def prepend_preprocessing(proto: Any, preprocessing: Preprocessing) -> None:
     """Add resize and crop to an onnx.ModelProto that takes resized images of RGB."""
-    if preprocessing.channels is not None:
+    if not preprocessing.in_graph:
         return
     onnx, front = libraries(), preprocessing_nodes(preprocessing)
     network = [*proto.graph.node]
@@ -162,10 +167,11 @@ def check_images(
 ) -> float:
     """Largest difference of a file to torch and Pillow on random images of several sizes."""
     largest = 0.0
-    own = [(count, *preprocessing.image_size) for count in BATCHES]
-    for count, *size in (*own, *(IMAGES if preprocessing.channels is None else ())):
+    sizes = input_sizes(preprocessing)
+    own = [(count, *size) for count, size in zip(BATCHES, sizes, strict=True)]
+    for count, *size in (*own, *(IMAGES if preprocessing.in_graph else ())):
         resized = images = random_images(preprocessing, count, *size)
-        if preprocessing.channels is None:
+        if preprocessing.in_graph:
             fitted = [preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
             resized = np.stack([np.asarray(image) for image in fitted])
         with torch.inference_mode():
@@ -173,6 +179,14 @@ def check_images(
         found = session({"images": images})
         largest = max(largest, difference(part, expected, found, tolerance))
     return largest
+
+
+def input_sizes(preprocessing: Preprocessing) -> list[tuple[int, int]]:
+    """(height, width) of resized images for each of BATCHES, of native of several shapes."""
+    side = preprocessing.patch_size
+    if side is None:
+        return [preprocessing.image_size] * len(BATCHES)
+    return [(2 * side, 3 * side), preprocessing.image_size, (side, 4 * side), (3 * side, side)]
 
 
 def random_images(preprocessing: Preprocessing, count: int, *size: int) -> Array:

@@ -149,6 +149,8 @@ def export(
     if to == "torch":
         settings.check_unused("a program of torch has no such choice", "tokens", "no_calibration")
     loaded = load_model(run, notify=notify)
+    if to == "torch" and loaded.preprocessing.native:
+        raise ConfigError("resize=native: a program of torch has one size; export it as .onnx")
     if loaded.tokenizer is not None and to != "onnx":
         raise ConfigError(f"to={to!r}: {run} writes captions, and becomes onnx alone")
     channels = loaded.config.channels

@@ -67,7 +67,7 @@ class Nodes:
         )
         return Value(self, output, kind)
 
-    def constant(self, value: Number | Sequence[int] | NDArray[Any], kind: DTypeLike) -> "Value":
+    def constant(self, value: Number | Sequence[float] | NDArray[Any], kind: DTypeLike) -> "Value":
         """A constant; equal ones are stored once."""
         array = np.asarray(value, kind)
         found = self.onnx.numpy_helper.from_array(array)
@@ -145,7 +145,7 @@ class Value:
 
 
 def preprocessing_nodes(preprocessing: Preprocessing) -> Nodes:
-    """Nodes that resize and crop `images`.
+    """Nodes that resize and crop or pad `images`.
 
     images: uint8, (batch, any height, any width, 3) -> FITTED: uint8, (batch, height, width, 3)
     """
@@ -175,6 +175,9 @@ def branch(outer: Nodes, prefix: str, preprocessing: Preprocessing, *, columns_f
         if columns_first or axis is wide:
             x = x.reshape(0, axis.target, -1, 3).op("Transpose", perm=transposed)
     x = x.reshape(0, tall.target, wide.target, 3)
+    if preprocessing.resize == "pad":
+        inside = tall.covered().reshape(-1, 1, 1).op("And", wide.covered().reshape(1, -1, 1))
+        x = inside.where(x, nodes.constant(preprocessing.mean_colour, np.uint8))
     return nodes.as_graph(x, ["batch", tall.target, wide.target, 3])
 
 
@@ -184,7 +187,9 @@ def axes_of(images: Value, preprocessing: Preprocessing) -> tuple["Axis", "Axis"
     rows, cols = preprocessing.image_size
     full_height, full_width = resized(preprocessing, height, width)
     cropped = (full_height * full_width).compare("Greater", MAX_RESIZED_PIXELS)
-    return Axis(height, full_height, rows, cropped), Axis(width, full_width, cols, cropped)
+    pads = preprocessing.resize == "pad"
+    tall = Axis(height, full_height, rows, cropped, pads=pads)
+    return tall, Axis(width, full_width, cols, cropped, pads=pads)
 
 
 def side_of(images: Value, axis: int) -> Value:
@@ -199,13 +204,14 @@ def resized(preprocessing: Preprocessing, height: Value, width: Value) -> tuple[
     rows, cols = (math.floor(side / preprocessing.crop_share) for side in preprocessing.image_size)
     if preprocessing.resize == "squash":
         return height.of(rows), width.of(cols)
-    if rows == cols:
+    if rows == cols and preprocessing.resize == "crop":
         long = height.op("Max", width) * rows / height.op("Min", width)
         upright = width.compare("LessOrEqual", height)
         return upright.where(long, rows), upright.where(height.of(rows), long)
     sides = height.cast(np.float64), width.cast(np.float64)
-    ratio = (sides[0] / rows).op("Min", sides[1] / cols)
-    tall, wide = ((side / ratio).op("Round").cast(np.int64) for side in sides)
+    nearer = "Max" if preprocessing.resize == "pad" else "Min"
+    ratio = (sides[0] / rows).op(nearer, sides[1] / cols)
+    tall, wide = ((side / ratio).op("Round").op("Max", 1.0).cast(np.int64) for side in sides)
     return tall, wide
 
 
@@ -213,15 +219,27 @@ class Axis:
     """Positions of the pixels of the result along one axis of the image; with `cropped`, Pillow
     computes the crop only, whose borders it takes in float32."""
 
-    def __init__(self, size: Value, full: Value, target: int, cropped: Value) -> None:
-        self.size, self.target = size, target
+    def __init__(
+        self, size: Value, full: Value, target: int, cropped: Value, *, pads: bool = False
+    ) -> None:
+        self.size, self.full, self.target = size, full, target
         self.resized = cropped.where(full.of(target), full)  # by Pillow
-        before = ((full - target).cast(np.float64) * 0.5).op("Round")
+        half = (full - target).cast(np.float64) * 0.5
+        before = half.op("Round")
+        if pads:
+            before = full.compare("Less", target).where(half.op("Ceil"), before)
+        self.before = before
         ratio = size.cast(np.float64) / full.cast(np.float64)
         ends = [(edge * ratio).cast(np.float32) for edge in (before, before + target)]
         self.start = cropped.where(ends[0].cast(np.float64), 0.0)
         self.offset = cropped.where(before.of(0.0), before)
         self.scale = cropped.where((ends[1] - ends[0]).cast(np.float64) / target, ratio)
+
+    def covered(self) -> Value:
+        """Which pixels of the result are of the image, (target,)."""
+        places = self.before.nodes.constant(np.arange(self.target), np.float64) + self.before
+        ends = places.of(0.0), self.full.cast(np.float64) - 1.0
+        return places.compare("Equal", places.op("Clip", *ends))
 
     def centre(self, number: Value) -> Value:
         """Centres of pixels in the image, by their indices in the result."""

@@ -45,6 +45,7 @@ class Part:
     Args:
         examples: Inputs for the comparison; the first one is traced, with at least 2 elements
             along dynamic axes, because torch takes a length of 0 or 1 for fixed.
+        multiple: Pixels of which height and width are multiples, where they are dynamic.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Part:
     inputs: Axes
     outputs: Axes
     examples: Sequence[tuple[Tensor, ...]]
+    multiple: int = 1
 
 
 def check_size(part: Part) -> None:
@@ -91,9 +93,12 @@ def trace_module(part: Part, opset: int) -> Any:
     libraries()
     # copied: of a view, torch would make the underlying tensor an input
     examples = tuple(x.clone(memory_format=torch.contiguous_format) for x in part.examples[0])
-    batch, other = torch.export.Dim("batch", min=1), torch.export.Dim.DYNAMIC
+    known = {"batch": torch.export.Dim("batch", min=1)}
+    known["height"], known["width"] = (
+        part.multiple * torch.export.Dim(name, min=1) for name in ("rows", "cols")
+    )
     dynamic = tuple(
-        {axis: batch if name == "batch" else other for axis, name in axes.items()}
+        {axis: known.get(name, torch.export.Dim.DYNAMIC) for axis, name in axes.items()}
         for axes in part.inputs.values()
     )
     with warnings.catch_warnings():  # torch.onnx warns of names of its own

@@ -77,7 +77,9 @@ class LearnedPositions(nn.Module):
 
     def forward(self, tokens: Tensor, table: Tensor, grid: Grid) -> Tensor:
         """(batch, tokens, dim) -> (batch, tokens, dim)"""
-        positions = table if grid == self.grid else self.resized_table(table, grid)
+        # a traced grid may have no numbers to compare
+        usual = all(isinstance(side, int) for side in grid) and grid == self.grid
+        positions = table if usual else self.resized_table(table, grid)
         prefix, patches = positions[:, : self.prefix], positions[:, self.prefix :]
         return tokens + torch.cat([prefix, F.pad(patches, self.padding)], dim=1)
 
@@ -133,9 +135,24 @@ def resize_positions(
     """
     patches = rearrange(table[:, prefix:], "1 (rows cols) dim -> 1 dim rows cols", rows=old[0])
     exact = patches.to(torch.promote_types(patches.dtype, torch.float))
-    stretched = F.interpolate(exact, size=new, mode="bicubic", antialias=antialias)
+    if all(isinstance(side, int) for side in new) and (new[1] > 1 or not antialias):
+        stretched = F.interpolate(exact, size=new, mode="bicubic", antialias=antialias)
+    else:  # traced for every size, as engines differ; one column, which torch 2.14 gets wrong
+        by_row, by_col = (bicubic_matrix(*each).to(exact) for each in zip(old, new, strict=True))
+        stretched = by_row @ exact @ by_col.T
     tokens = rearrange(stretched, "1 dim rows cols -> 1 (rows cols) dim").to(table.dtype)
     return torch.cat([table[:, :prefix], tokens], dim=1)
+
+
+def bicubic_matrix(old: int, new: int) -> Tensor:
+    """The antialiased bicubic resize of a line, (new, old) in float64, by its formula (Keys')."""
+    scale = old / torch.scalar_tensor(new, dtype=torch.float64)
+    centres = (torch.arange(new, dtype=torch.float64) + 0.5) * scale
+    places = torch.arange(old, dtype=torch.float64) + 0.5
+    t = ((places - centres[:, None]) / scale.clamp(min=1)).abs()
+    near, far = (1.5 * t - 2.5) * t * t + 1, (((5 - t) * t - 8) * t + 4) / 2
+    weights = torch.where(t < 1, near, torch.where(t < 2, far, 0.0))
+    return weights / weights.sum(dim=1, keepdim=True)
 
 
 def sinusoidal_1d(grid: Grid, dim: int) -> Tensor:
