@@ -14,7 +14,7 @@ SIZES = [(50, 37), (33, 50), (8, 8), (1, 1), (22, 23), (102, 25), (9, 160)]
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
-@pytest.mark.parametrize("resize", ["crop", "squash"])
+@pytest.mark.parametrize("resize", ["crop", "squash", "pad"])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("crop_share", [0.875, 0.9, 1.0])
 @pytest.mark.parametrize("image_size", [(32, 32), (64, 64), (24, 48)])
@@ -30,7 +30,7 @@ def test_preprocessing_equals_timm(pil_image, resize, interpolation, crop_share,
         image_size if image_size[0] != image_size[1] else image_size[0],
         is_training=False,
         crop_pct=crop_share,
-        crop_mode={"crop": "center", "squash": "squash"}[resize],
+        crop_mode={"crop": "center", "squash": "squash", "pad": "border"}[resize],
         interpolation=interpolation,
         **IMAGENET,
     )

@@ -163,3 +163,22 @@ def test_images_that_are_only_moved_are_those_of_pillow(pil_image, shape, change
         assert torch.equal(found, expected)
         assert found.stride() == expected.stride()
     assert np.array_equal(pixels, np.asarray(image))  # those of a cache stay as they are
+
+
+@pytest.mark.parametrize("resize", ["pad", "native"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_training_crops_have_the_shape_of_the_image(pil_image, resize, fast):
+    patch_size = 8 if resize == "native" else None
+    size = Preprocessing(image_size=(96, 96), resize=resize, crop_share=1, patch_size=patch_size)
+    transform = TrainingTransform(AugmentConfig(min_crop=0.4, crop_ratio=1), size, fast_crop=fast)
+    image = pil_image(300, 100)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        pixels = transform.apply(lambda _: np.asarray(image)) if fast else transform(image)
+        if resize == "native":
+            assert pixels.shape == (3, 56, 160)
+        else:  # 96 x 32 in the middle of the mean colour
+            assert pixels.shape == (3, 96, 96)
+            assert (pixels[:, :32] == 128).all()
+            assert (pixels[:, 64:] == 128).all()
+            assert pixels[:, 32:64].float().std() > 5

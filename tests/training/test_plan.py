@@ -271,9 +271,23 @@ def test_long_images_and_weights_for_labels_are_noted():
     (note,) = notes_of(plan)
     assert "75.0 times as long as wide" in note
     assert "middle 1%" in note
+    assert "--resize native shows all of it" in note
+    captions = CaptionStats(total=9, tokens=5.0, longest=9, vocab_size=20, most_vocab=20)
+    captioned = dataclasses.replace(plan.facts, captions=captions)
+    assert "--resize squash" in notes_of(make_plan(captioned, {"task": "caption"}))[0]
     assert not notes_of(make_plan(plan.facts, {"resize": "squash"}))
     assert "--weights auto" in notes_of(make_plan(PHOTOS, {}))[0]
     assert not notes_of(make_plan(PHOTOS, {"task": "mae"}))
+
+
+def test_the_short_side_of_native_images_is_as_long_as_that_of_a_crop():
+    facts = dataclasses.replace(PHOTOS, aspect=4 / 3, seconds=None)
+    crop, native = (
+        make_plan(facts, {"resize": resize, "epochs": 9}) for resize in ("crop", "native")
+    )
+    most = crop.get("image_size") * (4 / 3) ** 0.5
+    assert native.get("image_size") - native.get("patch_size") < most <= native.get("image_size")
+    assert "crop_share" not in native.choices
 
 
 def test_a_faster_machine_gets_the_network_of_more_time():

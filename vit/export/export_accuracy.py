@@ -117,6 +117,9 @@ def compare(
 @torch.inference_mode()
 def probabilities(run: LoadedRun, images: Sequence[Tensor]) -> Array:
     """Outputs of the network for preprocessed images, (images, outputs), in float32."""
-    floats = run.preprocessing.normalise(torch.stack([*images]))
-    computed: Array = calibrated_activation(run)(run.model(floats)).numpy()
+    if run.preprocessing.native:
+        logits = run.model.forward_packed([run.preprocessing.normalise(one) for one in images])
+    else:
+        logits = run.model(run.preprocessing.normalise(torch.stack([*images])))
+    computed: Array = calibrated_activation(run)(logits).numpy()
     return computed

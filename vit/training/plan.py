@@ -520,10 +520,14 @@ def notes_of(plan: Plan) -> list[str]:
     """What no rule decides: pretrained weights for photographs, and what of long images is seen."""
     facts, notes = plan.facts, []
     if facts.aspect >= LONG and plan.chosen.get("resize", "crop") == "crop":
+        labelled = facts.captions is None and plan.get("task") not in PRETRAINING_TASKS
+        whole = "--resize native shows all of it"
+        if not labelled:
+            whole = "--resize squash shows all of it, distorted"
         notes.append(
             f"note: images are typically {facts.aspect:.1f} times as long as wide: validation and "
-            f"prediction see the middle {1 / facts.aspect:.0%} of one; --resize squash shows all "
-            "of it, distorted; or cut images into squares first"
+            f"prediction see the middle {1 / facts.aspect:.0%} of one; {whole}; or cut images into "
+            "squares first"
         )
     few = bool(plan.settings.get("probe_first")) and facts.labels < MANY_LABELS
     if few and facts.divided and "weights" in plan.chosen and plan.get("folds") is None:

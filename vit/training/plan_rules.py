@@ -287,6 +287,10 @@ def decide_network(plan: Plan, seconds: float) -> None:
     network = ladder[0]
     for number, row in enumerate(ladder):
         candidate = with_chosen(row, facts.side, fixed)
+        if plan.get("resize") == "native" and "image_size" not in fixed:
+            # the short side of an image keeps the pixels of a crop
+            patches = math.ceil(candidate.side * math.sqrt(facts.aspect) / candidate.patch)
+            candidate = candidate._replace(side=patches * candidate.patch)
         cost = flops_with_captions(candidate, fixed, facts.captions)
         _, speed, fits = facts.nearest(cost)
         affordable = affordable_passes(cost, facts.images, seconds, speed) / facts.pass_cost
