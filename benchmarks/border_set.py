@@ -16,7 +16,7 @@ import vit
 
 CLASSES = ("blue", "red")
 SHORT, LONG, RADIUS = 96, 288, 14
-WAYS = ("crop", "squash", "pad", "native")
+WAYS = ("crop", "native", "pad", "squash")
 SETTINGS = {"image_size": 64, "patch_size": 8, "stem": "conv", "dim": 32, "depth": 2}
 SETTINGS |= {"num_heads": 2, "pooling": "mean", "class_token": False, "position": "sinusoidal_2d"}
 SETTINGS |= {"optimizer": "muon", "lr": 1.3e-3, "fallback_lr": 2.8e-3, "warmup_epochs": 1}

@@ -98,6 +98,17 @@ def test_a_calibration_is_of_native_images(native_run, rectangles, tmp_path):
     assert len(record["classes"][0]["weights"]) * 8 == record["seen"]["size"][0]
 
 
+@pytest.mark.parametrize("more", [{"method": "probe"}, {"method": "full"}, {"resize": "crop"}])
+def test_weights_of_a_native_run_stay_native_unless_another_way_is_chosen(
+    native_run, rectangles, tmp_path, more
+):
+    plain = {"epochs": 1, "batch_size": 16, "workers": 0, "device": "cpu", "precision": "fp32"}
+    plain |= {"weights": str(native_run), "feature_cache": str(tmp_path / "cache")}
+    taught = {"teacher": str(native_run)} if more.get("resize") else {}
+    vit.train(str(rectangles), tmp_path / "run", **{**plain, **more, **taught})
+    assert load_run(tmp_path / "run").preprocessing.resize == more.get("resize", "native")
+
+
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
@@ -127,8 +138,9 @@ def test_exports_of_one_size_are_refused(native_run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("resize", ["native", "pad"])
 def test_rectangles_from_plan_to_server(resize, rectangles, config_of, tmp_path, known_speed):
-    small = f"--resize {resize} --epochs 1 --dim 32 --depth 1 --image-size 32 --device cpu"
-    assert main(["plan", str(rectangles), *small.split()]) == 0
+    small = f"--resize {resize} --epochs 1 --dim 32 --depth 1 --image-size 32"
+    cpu = ["--device", "cpu", "--precision", "fp32"]
+    assert main(["plan", str(rectangles), *small.split(), *cpu]) == 0
     config = config_of(rectangles, resize=resize, checkpoint_steps=5, drop_path=0.1)
     log, run, cut = tmp_path / "log", tmp_path / "run", tmp_path / "cut"
     complete(train_child, config, run, log=log)

@@ -183,17 +183,20 @@ def compute_answers(
         return preprocessing(preprocessing.read(path))
 
     @torch.inference_mode()
-    def scores(images: Tensor) -> Tensor:
+    def scores(images: Sequence[Tensor]) -> Tensor:
         with autocast(inference_precision(precision, device), device):
-            logits: Tensor = network(preprocessing.normalise(images.to(device)))
+            if preprocessing.native:
+                floats = [preprocessing.normalise(image.to(device)) for image in images]
+                logits: Tensor = network.forward_packed(floats)
+            else:
+                logits = network(preprocessing.normalise(torch.stack([*images]).to(device)))
         probabilities: Tensor = activation(logits.float().cpu().double())[:, chosen]
         if config.training.multilabel:
             return probabilities.clamp(MIN_PROBABILITY, 1 - MIN_PROBABILITY).logit()
         return probabilities.clamp(min=MIN_PROBABILITY).log()
 
     def vectors(inputs: Sequence[Tensor]) -> Tensor:
-        images = torch.stack([*inputs])
-        views = [images, images.flip(-1)] if mirrored else [images]
+        views = [inputs, [image.flip(-1) for image in inputs]] if mirrored else [inputs]
         return torch.stack([scores(view) for view in views]).mean(dim=0).float()
 
     identity = {

@@ -277,12 +277,15 @@ def network_features(
 
     @torch.inference_mode()
     def vectors(inputs: Sequence[Tensor]) -> Tensor:
-        count = len(inputs)
+        count, dtype = len(inputs), next(network.parameters()).dtype
+        if preprocessing.native:
+            floats = [preprocessing.normalise(image.to(device), dtype) for image in inputs]
+            with autocast(precision, device):
+                return network.eval().features_packed(floats).float().cpu()
         # few shapes for compilation: the last batch is padded with blank images
         rows = min(batch_size(device), 1 << (count - 1).bit_length())
         filled = inputs[0].new_zeros(rows, *inputs[0].shape)
         torch.stack([*inputs], out=filled[:count])
-        dtype = next(network.parameters()).dtype
         with autocast(precision, device):
             found: Tensor = network.eval().features(
                 preprocessing.normalise(filled.to(device), dtype)
