@@ -350,6 +350,28 @@ def test_a_convolutional_stem_is_exported_to_every_format(tmp_path, options, nam
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"position": "rotary", "rotary_grid": "centred"},
+        {"position": "rotary", "rotary_grid": "mixed"},
+        {"position": "sinusoidal_2d", "stem": "conv", "class_token": False, "pooling": "mean"},
+    ],
+    ids=str,
+)
+def test_native_images_of_every_shape_have_the_positions_of_torch(options, tmp_path):
+    native = {"resize": "native", "crop_share": 1.0, "patch_size": 8, "image_size": (64, 64)}
+    run = saved(tmp_path / "run", {**options, "image_size": 64}, **native)
+    export_onnx(run, tmp_path / "net.onnx", notify=None)
+    session, loaded = OnnxSession(tmp_path / "net.onnx"), load_run(run)
+    for size in [(40, 61), (300, 20), (9, 500), (64, 64)]:
+        image = Image.fromarray(noise(1, *size)[0])
+        (found,) = session({"images": loaded.preprocessing.to_graph_input(image)[None]})
+        np.testing.assert_allclose(found, torch_says(run, np.asarray(image)[None]), atol=1e-5)
+
+
+@pytest.mark.slow
 def test_the_first_openvino_outputs_of_each_batch_size_are_right(tmp_path):
     """Those of OpenVINO 2026.4 alone are wrong for such networks."""
     stem = {"stem": "conv", "stem_depth": 3, "stem_width": 16}

@@ -55,6 +55,13 @@ def test_registers_have_no_position(grid):
     assert torch.equal(placed[0, 2:], sinusoidal_2d(grid, 8))
 
 
+def test_one_column_is_resized_as_one_row():
+    table = torch.rand(1, 64, 4)
+    turned = table.view(1, 8, 8, 4).transpose(1, 2).reshape(1, 64, 4)
+    row = resize_positions(table, (8, 8), (1, 3), prefix=0)
+    torch.testing.assert_close(resize_positions(turned, (8, 8), (3, 1), prefix=0), row)
+
+
 def test_a_network_without_positions_adds_nothing_to_its_tokens():
     model = build_classifier(
         ModelConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2, position="none")
