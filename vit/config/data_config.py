@@ -21,6 +21,9 @@ WHOLE = ("pad", "native")
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
 """Properties of what is measured on the training images and kept in config.yaml, without a flag."""
 
+MIXED = ("classify", "multilabel")
+"""Tasks with labels that can be mixed."""
+
 
 def check_intensity_range(values: tuple[float, float]) -> None:
     """Refuse a range whose two values are not in order."""
@@ -118,8 +121,16 @@ class DataConfig(SourceConfig):
     channel_std: tuple[float, ...] = setting((), above=0, **MEASURED)
     """Standard deviation of each channel in [0, 1], by which images are divided."""
 
+    tiles: tuple[int, ...] | None = setting(None, least=0, before_plan=True, tasks=MIXED)
+    """Side of tiles in pixels of the file, and overlap of neighbours (256,32): an image is a bag of
+    them, read without loading all of it."""
+    tile_count: int = setting(256, named=False, least=1, read_by=({"tiles": ON},))
+    """Tiles of an image in a training step, drawn anew each time; validation sees all."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tiles and not (len(self.tiles) < 3 and self.tile_overlap < self.tiles[0]):
+            self.refuse("tiles", "give SIZE, or SIZE,OVERLAP with an overlap below the size")
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
             self.refuse(
                 "fold", f"must be from 1 to folds={self.folds}" if self.folds else "needs --folds N"
@@ -128,6 +139,11 @@ class DataConfig(SourceConfig):
             check_intensity_range(self.intensity_range)
         if self.batch_size % self.micro_batches:
             self.refuse("accumulate", f"does not divide batch_size={self.batch_size}")
+
+    @property
+    def tile_overlap(self) -> int:
+        """Pixels that neighbouring tiles share."""
+        return self.tiles[1] if self.tiles and len(self.tiles) > 1 else 0
 
     @property
     def micro_batches(self) -> int:
@@ -153,8 +169,6 @@ WITH_NATIVE: Mapping[str, tuple[Any, ...]] = {
 }
 """The same beside resize=native: images of several sizes are no one tensor, in which they could be
 mixed, merged or compiled; a teacher has a size of its own."""
-MIXED = ("classify", "multilabel")
-"""Tasks with labels that can be mixed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,10 @@ class ModelConfig(Section):
     ] = "class_token"
     """Input of the head: class token, mean of patches, attention pooling (all: of the tokens before
     the patches too), token and mean, or token and registers."""
+    tile_pooling: Literal["attention", "mean", "max"] | None = setting(
+        None, named=False, read_by=({"tiles": ON},), decided_by="data", listed=False
+    )
+    """Pooling of the tiles of an image: gated attention (arXiv:1802.04712, default), mean, max."""
     dropout: float = setting(0.0, "--drop", least=0, below=1, unused_by=("probe",))
     """Dropout after the position embedding, attention and feed-forward layers."""
     attention_dropout: float = setting(0.0, "--attn-drop", least=0, below=1, unused_by=("probe",))

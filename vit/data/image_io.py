@@ -289,6 +289,12 @@ def is_deep(image: Image.Image | ArrayImage) -> bool:
     return isinstance(image, ArrayImage) and image.dtype != np.uint8 and not image.ink
 
 
+def is_reduced(path: PathLike | EncodedImage) -> bool:
+    """Whether the image at `path` is a JPEG that is decoded at a part of its size."""
+    with _open_image(path) as image:
+        return (getattr(image, "decoderconfig", None) or (1,))[0] > 1
+
+
 def has_more_frames(path: str | os.PathLike[str]) -> bool:
     """Whether a readable image is the first of several frames or pages, so the others are unused.
 
@@ -301,7 +307,7 @@ def has_more_frames(path: str | os.PathLike[str]) -> bool:
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a file of which only the content matters; BadImage unless it is regular and readable."""
-    with _errors_as_bad_image(path) as name, open_regular_file(name) as file:
+    with errors_as_bad_image(path) as name, open_regular_file(name) as file:
         return read_all(file)
 
 
@@ -313,10 +319,7 @@ def _open_image(
 
     Its `size` is that at which it is decoded. Of more than 8 bits per channel it is an ArrayImage.
     """
-    with (
-        _errors_as_bad_image(path) as name,
-        _open_encoded(path) if isinstance(path, EncodedImage) else open_regular_file(name) as file,
-    ):
+    with errors_as_bad_image(path), open_file(path) as file:
         array_image = open_array_image(file, axes)
         if array_image is not None:
             _check_array_size(array_image)
@@ -366,13 +369,16 @@ def _too_large(width: int, height: int, limit: int, what: str = "") -> UnusableF
     )
 
 
-def _open_encoded(image: EncodedImage) -> BinaryIO:
-    _check_bytes(len(image.data))
-    return io.BytesIO(image.data)
+def open_file(path: PathLike | EncodedImage, limit: int | None = MAX_BYTES) -> BinaryIO:
+    """Open a file, also one in memory, of at most `limit` bytes."""
+    if not isinstance(path, EncodedImage):
+        return open_regular_file(os.fsdecode(path), limit)
+    _check_bytes(len(path.data), limit)
+    return io.BytesIO(path.data)
 
 
 @contextmanager
-def _errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
+def errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
     """The name of `path`; any error inside becomes a BadImage with that name."""
     name = path.name if isinstance(path, EncodedImage) else os.fsdecode(path)
     try:
@@ -446,13 +452,13 @@ def _orientation(image: Image.Image | ArrayImage) -> int:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def open_regular_file(name: str) -> BinaryIO:
+def open_regular_file(name: str, limit: int | None = MAX_BYTES) -> BinaryIO:
     """Open a file, or an image inside an archive, unless reading it may block or never end."""
     if is_inside(name):
         return open_member(name)
     try:
         # checked before opening too: opening a device can have side effects
-        _check_status(os.stat(name))
+        _check_status(os.stat(name), limit)
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         file = os.fdopen(os.open(name, flags), "rb")
     except FileNotFoundError:
@@ -460,26 +466,26 @@ def open_regular_file(name: str) -> BinaryIO:
     except OSError as error:
         raise UnusableFile(error.strerror or "cannot be opened") from None
     try:
-        _check_status(os.fstat(file.fileno()))
+        _check_status(os.fstat(file.fileno()), limit)
     except UnusableFile:
         file.close()
         raise
     return file
 
 
-def _check_status(status: os.stat_result) -> None:
+def _check_status(status: os.stat_result, limit: int | None) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise UnusableFile("a folder, not an image")
     if not stat.S_ISREG(status.st_mode):
         raise UnusableFile("not a regular file (a pipe, socket or device)")
-    _check_bytes(status.st_size)
+    _check_bytes(status.st_size, limit)
 
 
-def _check_bytes(size: int) -> None:
+def _check_bytes(size: int, limit: int | None) -> None:
     if not size:
         raise UnusableFile("an empty file (0 bytes)")
-    if size > MAX_BYTES:
-        raise UnusableFile(f"{size:,} bytes are more than the limit of {MAX_BYTES:,}")
+    if limit is not None and size > limit:
+        raise UnusableFile(f"{size:,} bytes are more than the limit of {limit:,}")
 
 
 def read_all(file: IO[bytes]) -> bytes:
@@ -578,6 +584,15 @@ def decode_jpeg(data: bytes, min_size: tuple[int, int] | None = None) -> Pixels 
         )
     except (ValueError, RuntimeError):
         return None
+    return pixels
+
+
+def decode_jpeg_part(data: bytes, height: int, width: int) -> Pixels:
+    """Decode a strip or tile of a TIFF, of at most `height` rows."""
+    rows, cols, *_ = simplejpeg.decode_jpeg_header(data)
+    pixels = decode_jpeg(data) if rows <= height and cols == width else None
+    if pixels is None:
+        raise UnusableFile("a strip or tile is damaged, or not of its size")
     return pixels
 
 

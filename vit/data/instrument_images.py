@@ -131,12 +131,19 @@ MAX_XML = 4_000_000
 """Characters of metadata; a pyramid of many tiles has some 100,000."""
 
 
+def open_tiff(file: BinaryIO) -> Any:
+    """The pages of a TIFF."""
+    import tifffile
+
+    logging.getLogger("tifffile").disabled = True  # what it has to say of damage is raised
+    return tifffile.TiffFile(file, name="image", _multifile=False)
+
+
 def read_tiff(file: BinaryIO, axes: str = "") -> ArrayImage | None:
     """Read the header of a TIFF; None if Pillow reads its first page as it is."""
     import tifffile
 
-    logging.getLogger("tifffile").disabled = True  # what it has to say of damage is raised below
-    tiff: Any = tifffile.TiffFile(file, name="image", _multifile=False)
+    tiff = open_tiff(file)
     page: Any = tiff.pages.first
     photometric, channels = int(page.photometric), int(page.samplesperpixel)
     extra = tuple(map(int, page.extrasamples))
@@ -153,7 +160,7 @@ def read_tiff(file: BinaryIO, axes: str = "") -> ArrayImage | None:
             raise UnusableFile(f"{colour_model} colours of {bits} bits; save RGB of 8 bits")
         if int(page.compression) not in PILLOW_COMPRESSIONS:
             raise UnusableFile(f"{_compression(page)}; save it with Deflate")
-        _present_segments(page, page.databytecounts or repeat(1))  # Pillow needs no bytes
+        present_segments(page, page.databytecounts or repeat(1))  # Pillow needs no bytes
         return None
     if photometric not in COLOURS or page.dtype is None or page.dtype.kind not in "uif":
         kind = page.dtype.name if page.dtype is not None else f"{bits} bits"
@@ -163,7 +170,7 @@ def read_tiff(file: BinaryIO, axes: str = "") -> ArrayImage | None:
         )
     grey_16 = (photometric, channels, page.dtype.str[1:]) == (GREY, 1, "u2") and not chosen
     if grey_16 and page.compression == LZW and not has_imagecodecs():  # Pillow has both right
-        _present_segments(page, page.databytecounts)
+        present_segments(page, page.databytecounts)
         return None
     if page.imagedepth > 1:
         raise UnusableFile(f"a volume of {page.imagedepth} slices; save each as an image")
@@ -334,7 +341,7 @@ def has_imagecodecs() -> bool:
     return importlib.util.find_spec("imagecodecs") is not None
 
 
-def _present_segments(page: Any, sizes: Iterable[int]) -> list[tuple[int, int]]:
+def present_segments(page: Any, sizes: Iterable[int]) -> list[tuple[int, int]]:
     """Where strips or tiles begin, and their bytes, if none is missing."""
     number = math.prod(page.chunked)
     spans = list(zip(page.dataoffsets, sizes, strict=False))[:number]
@@ -346,17 +353,21 @@ def _present_segments(page: Any, sizes: Iterable[int]) -> list[tuple[int, int]]:
 
 def _check_segments(page: Any) -> None:
     """Refuse strips and tiles that are missing, cut short, or larger than they should be."""
-    file, spans = page.parent.filehandle, _present_segments(page, page.databytecounts)
+    file, spans = page.parent.filehandle, present_segments(page, page.databytecounts)
     if any(at + size > file.size for at, size in spans):
         raise UnusableFile("damaged or cut short (strips or tiles beyond the end of the file)")
+    for at, size in spans if int(page.compression) in DEFLATE else ():
+        file.seek(at)
+        check_inflated(page, file.read(size))
+
+
+def check_inflated(page: Any, data: bytes) -> None:
+    """Refuse a strip or tile of Deflate that holds more than its size."""
     if int(page.compression) in DEFLATE and not has_imagecodecs():  # tifffile alone has no limit
-        limit = math.prod(page.chunks) * page.dtype.itemsize
-        for at, size in spans:
-            file.seek(at)
-            inflate = zlib.decompressobj()
-            inflate.decompress(file.read(size), limit)
-            if inflate.unconsumed_tail:
-                raise UnusableFile("a strip or tile holds more than its size")
+        inflate = zlib.decompressobj()
+        inflate.decompress(data, math.prod(page.chunks) * page.dtype.itemsize)
+        if inflate.unconsumed_tail:
+            raise UnusableFile("a strip or tile holds more than its size")
 
 
 # --- NumPy ---------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ transform (crop modes `center`, `squash` and `border`, which is pad) bit for bit
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from vit.config.data_config import WHOLE, check_intensity_range
 from vit.config.settings import from_plain
 from vit.data.image_io import read_channels, read_image
 from vit.data.image_objects import to_channels, to_rgb_image
+from vit.data.image_tiles import TiledImage, TileGrid, open_tiles, tiles_in_memory
 from vit.data.instrument_images import Array, ChannelImage, ChannelSpec, ValueType
 from vit.errors import ConfigError
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 AnyImage = Image.Image | ChannelImage
 """RGB of 8 bits, or the channels of an instrument."""
-OPTIONAL = ("intensity_range", "channels", "axes", "names", "patch_size")
+OPTIONAL = ("intensity_range", "channels", "tiles", "axes", "names", "patch_size")
 """Left out of JSON where they are None or empty; axes and names are of channels."""
 Triple = tuple[float, float, float]
 Box = tuple[float, float, float, float]
@@ -48,6 +50,8 @@ IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of the colours of ImageNet."""
 CLIP_COLOURS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 """Those of CLIP's images."""
+TILE_CHUNK = 64
+"""Tiles that are computed at once."""
 MAX_RESIZED_PIXELS = 2**24
 """Larger resized images are not computed, only their crops; 1 x 3000 would take 450 MB."""
 
@@ -67,6 +71,7 @@ class Preprocessing:
             in `read_image`; None is the whole range of their type.
         channels: Of a network that takes the values of instruments, which ones, instead of `mean`,
             `std` and `intensity_range`; None: RGB of 8 bits.
+        tiles: The tiles of an image, each of which is resized to `image_size`; None: the image.
     """
 
     image_size: tuple[int, int]
@@ -78,6 +83,7 @@ class Preprocessing:
     intensity_range: tuple[float, float] | None = None
     channels: ChannelSpec | None = None
     patch_size: int | None = None
+    tiles: TileGrid | None = None
 
     def __post_init__(self) -> None:
         if min(self.image_size) < 1:
@@ -99,7 +105,7 @@ class Preprocessing:
     @property
     def in_graph(self) -> bool:
         """Whether exported graphs resize images themselves."""
-        return self.channels is None and not self.native
+        return self.channels is None and self.tiles is None and not self.native
 
     @property
     def whole(self) -> bool:
@@ -135,8 +141,10 @@ class Preprocessing:
         *,
         before_decode: Callable[[int], object] = lambda _pixels: None,
         on_dark: Callable[[int], object] | None = None,
-    ) -> AnyImage:
+    ) -> AnyImage | TiledImage:
         """Read an image as the network takes it, upright; arguments as for `read_image`."""
+        if self.tiles is not None:
+            return open_tiles(path, self.tiles)
         if self.channels is not None:
             return read_channels(path, self.channels, before_decode=before_decode)
         return read_image(
@@ -148,11 +156,12 @@ class Preprocessing:
 
     def from_memory(
         self, source: Any, name: str, on_dark: Callable[[int], object] | None = None
-    ) -> AnyImage:
+    ) -> AnyImage | TiledImage:
         """The image of a PIL image, an array or a tensor, as the network takes it."""
         if self.channels is not None:
             return to_channels(source, name, self.channels)
-        return to_rgb_image(source, name, intensity_range=self.intensity_range, on_dark=on_dark)
+        image = to_rgb_image(source, name, intensity_range=self.intensity_range, on_dark=on_dark)
+        return image if self.tiles is None else tiles_in_memory(image, name, self.tiles)
 
     def to_display(self, images: "Tensor") -> "Tensor":
         """Images as `__call__` returns them as RGB, (..., 3, height, width) uint8.
@@ -171,13 +180,31 @@ class Preprocessing:
             return pixels[..., :3, :, :]
         return pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
 
-    def __call__(self, image: AnyImage) -> "Tensor":
-        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
+    def __call__(self, image: AnyImage | TiledImage) -> "Tensor":
+        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type; tiles ->
+        those that are no background, (tiles, 3, height, width)"""
+        if isinstance(image, TiledImage):
+            import torch
+
+            return torch.cat([tiles for _, tiles in self.tile_chunks(image)])
         return to_tensor(self.resize_and_crop(image))
 
-    def to_graph_input(self, image: AnyImage) -> Array:
+    def tile_chunks(self, image: TiledImage) -> "Iterator[tuple[list[int], Tensor]]":
+        """Tiles that are no background, up to TILE_CHUNK at a time: their numbers, and (tiles, 3,
+        height, width)."""
+        import torch
+
+        tiles = ((n, to_tensor(self.resize_and_crop(tile))) for n, tile in image.foreground())
+        while some := [*islice(tiles, TILE_CHUNK)]:
+            numbers, chunk = zip(*some, strict=True)
+            yield [*numbers], torch.stack(chunk)
+
+    def to_graph_input(self, image: AnyImage | TiledImage) -> Array:
         """What an exported graph takes of an image: all of it with `in_graph`, else what the
-        network sees, (height, width, channels)."""
+        network sees, (height, width, channels), or of tiles (tiles, height, width, 3)."""
+        if isinstance(image, TiledImage):
+            tiles = (self.resize_and_crop(tile) for _, tile in image.foreground())
+            return np.stack([np.asarray(tile) for tile in tiles])
         fitted = image if self.in_graph else self.resize_and_crop(image)
         return np.asarray(fitted) if isinstance(fitted, Image.Image) else fitted.to_array()
 
@@ -196,7 +223,8 @@ class Preprocessing:
         import torch
 
         size = image_size or self.image_size
-        return torch.zeros(self.num_channels, *size, dtype=getattr(torch, self.value_type))
+        bag = () if self.tiles is None else (1,)
+        return torch.zeros(*bag, self.num_channels, *size, dtype=getattr(torch, self.value_type))
 
     def resize_and_crop(self, image: AnyImage, box: Box | None = None) -> AnyImage:
         """Resize `image`, if it is kept whole a `box` of it, and crop its centre or add borders."""
@@ -303,6 +331,7 @@ class Preprocessing:
             std=data.std,
             intensity_range=data.intensity_range,
             channels=spec_from_config(data),
+            tiles=TileGrid(data.tiles[0], data.tile_overlap) if data.tiles else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -319,12 +348,11 @@ class Preprocessing:
     def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":
         """The inverse of `to_dict`; exactly its keys are accepted."""
         plain = {**values} if isinstance(values, dict) else values
-        channels = plain.pop("channels", None) if isinstance(plain, dict) else None
-        found = from_plain(cls, plain, "preprocessing", optional=OPTIONAL)
-        if channels is None:
-            return found
-        spec = from_plain(ChannelSpec, channels, "preprocessing.channels", optional=OPTIONAL)
-        return replace(found, channels=spec)
+        parts: dict[str, Any] = {}
+        for name, kind in (("channels", ChannelSpec), ("tiles", TileGrid)):
+            if isinstance(plain, dict) and (given := plain.pop(name, None)) is not None:
+                parts[name] = from_plain(kind, given, f"preprocessing.{name}", optional=OPTIONAL)
+        return replace(from_plain(cls, plain, "preprocessing", optional=OPTIONAL), **parts)
 
 
 def grid_of_aspect(aspect: float, patches: int) -> tuple[int, int]:

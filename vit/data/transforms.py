@@ -11,7 +11,7 @@ at reduced size.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from vit.config import AugmentConfig
 from vit.data.auto_augment import build_operations
+from vit.data.image_tiles import TiledImage
 from vit.data.instrument_images import Array, ChannelImage
 from vit.data.preprocessing import (
     MAX_RESIZED_PIXELS,
@@ -59,13 +60,13 @@ class Transform(Protocol):
     def native(self) -> bool:
         """Whether each result has a size of its own."""
 
-    def read(self, path: str) -> AnyImage:
+    def read(self, path: str) -> Any:
         """Read an image as `__call__` takes it."""
 
     def blank(self) -> Tensor:
         """A black image as `__call__` returns it."""
 
-    def __call__(self, image: AnyImage) -> Tensor:
+    def __call__(self, image: Any) -> Tensor:
         """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
 
 
@@ -127,14 +128,19 @@ class TrainingTransform:
     """
 
     def __init__(
-        self, config: AugmentConfig, preprocessing: Preprocessing, *, fast_crop: bool = False
+        self,
+        config: AugmentConfig,
+        preprocessing: Preprocessing,
+        *,
+        fast_crop: bool = False,
+        tile_count: int = 1,
     ) -> None:
         rgb = preprocessing.channels is None
         self.fast_crop = (
             fast_crop and rgb and config.min_crop < 1 and config.random_crop == "resized"
         )
         self.config = config
-        self.preprocessing = preprocessing
+        self.preprocessing, self.tile_count = preprocessing, tile_count
         self.image_size, self.native = preprocessing.image_size, preprocessing.native
         self.operations = build_operations(
             config, preprocessing.mean_colour, preprocessing.channels
@@ -143,16 +149,24 @@ class TrainingTransform:
         self.moves_pixels = whole and not config.rotate and not self.operations
         """Whether images of RGB are resized, mirrored and shifted only."""
 
-    def read(self, path: str) -> AnyImage:
-        """Read an image as `__call__` takes it."""
+    def read(self, path: str) -> Any:
+        """Read an image as `__call__` takes it, or its tiles."""
         return self.preprocessing.read(path)
 
     def blank(self) -> Tensor:
         """A black image as `__call__` returns it."""
-        return self.preprocessing.blank(self.image_size)
+        blank = self.preprocessing.blank(self.image_size)
+        return blank if self.preprocessing.tiles is None else blank.repeat(self.tile_count, 1, 1, 1)
 
-    def __call__(self, image: AnyImage) -> Tensor:
-        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
+    def __call__(self, image: Any) -> Tensor:
+        """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type; of tiles
+        `tile_count` random ones, each augmented by itself, and 0 in place of missing ones."""
+        if isinstance(image, TiledImage):
+            numbers, bag = torch.from_numpy(image.numbers()), self.blank()
+            some = numbers[torch.randperm(len(numbers))[: self.tile_count]].sort().values
+            for place, (_, tile) in enumerate(image.read(some.tolist())):
+                bag[place] = self(tile)
+            return bag
         image = self._distort(self._flip(self._crop(image)))
         return self._erase(to_channels_last(image))
 

@@ -22,6 +22,7 @@ from vit.exported.exported_classifier import DISTANCE, INPUT, SCORE_CALIBRATION
 from vit.exported.onnx_session import Array, OnnxSession
 from vit.model.attention import AttentionContext, AttentionFunction, AttentionRecorder
 from vit.model.feature_distance import FeatureDistance, encode_with_features
+from vit.model.tiled_classifier import TiledClassifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.tasks.task import calibrated_activation, get_task
 from vit.version import __version__
@@ -69,6 +70,16 @@ class Classifier(nn.Module):
         return (self.activation(self.model.forward_head(tokens, context)), *distances)
 
 
+class BagClassifier(Classifier):
+    """Resized tiles of one image to its probabilities."""
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Bytes (tiles, height, width, 3) -> probabilities (1, classes)"""
+        features = self.model.pool(*self.encode(images, decomposed_attention)[:2])[None]
+        assert isinstance(self.model, TiledClassifier)
+        return (self.activation(self.model.head(self.model.tile_pool(features))),)
+
+
 class ClassifierWithTokens(Classifier):
     """Resized images to probabilities, tokens, embedding and attention."""
 
@@ -112,6 +123,8 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     if run.distance is not None:
         outputs[DISTANCE] = batch
     kind = ClassifierWithTokens if tokens else Classifier
+    if run.preprocessing.tiles is not None:
+        kind, batch, outputs = BagClassifier, {0: "tiles"}, {"probabilities": {}}
     activation = calibrated_activation(run)
     return Part(
         name="classifier",

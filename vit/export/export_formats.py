@@ -163,6 +163,11 @@ def export(
         raise ConfigError(f"channels={channels}: captioners of RGB images are exported")
     if loaded.preprocessing.channels is not None and settings.precision == "fp16":
         raise ConfigError("precision='fp16' is too coarse for values of instruments; take fp32")
+    if loaded.preprocessing.tiles is not None:
+        if to != "onnx":
+            raise ConfigError(f"to={to!r}: a network of tiles becomes onnx alone")
+        why = "a network of tiles is exported in fp32 with its usual outputs"
+        settings.check_unused(why, "no_calibration", "opset")
     if settings.no_calibration:
         loaded = loaded.without_calibration()
     silent = notify or (lambda _line: None)

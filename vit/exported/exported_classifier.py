@@ -67,7 +67,8 @@ class ExportedEngine:
         ]
 
     def random_image(self, number: int) -> Array:
-        return self.preprocessing.random_input(number, *self.preprocessing.image_size)
+        bag = () if self.preprocessing.tiles is None else (1,)
+        return self.preprocessing.random_input(number, *bag, *self.preprocessing.image_size)
 
     def set_preprocessing(self, text: str, config: InferenceConfig) -> None:
         """Read the preprocessing of the metadata; a setting replaces its range."""
@@ -107,6 +108,11 @@ class OnnxClassifier(ExportedEngine):
                 f"{self._name}: its metadata are damaged ({error}); export it again"
             ) from None
 
+        if self.preprocessing.tiles is not None:  # an image is a batch
+            if config.batch_size is not None:
+                config.refuse("batch_size", "the file takes the tiles of one image; leave it out")
+            self.batch_size = self.block_size = 1
+
     def _check_graph(self) -> None:
         """Refuse a graph that is not a classifier of vit export."""
         kind = self.metadata.get("graph")
@@ -132,7 +138,8 @@ class OnnxClassifier(ExportedEngine):
         """All outputs of the graph for images of one height and width; `rows` as in Engine."""
         del first
         batch = [*images, *[np.zeros_like(images[0])] * ((rows or 0) - len(images))]
-        arrays = self._session({INPUT: np.stack(batch) if len(batch) > 1 else batch[0][None]})
+        one = batch[0] if self.preprocessing.tiles is not None else batch[0][None]
+        arrays = self._session({INPUT: np.stack(batch) if len(batch) > 1 else one})
         outputs = dict(zip(self._session.outputs, arrays, strict=True))
         outputs[OUTPUT] = outputs[OUTPUT].astype(np.float64)
         if outputs[OUTPUT].shape != (len(batch), len(self.classes)):

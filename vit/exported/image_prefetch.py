@@ -65,7 +65,7 @@ class ImageReader:
 
     def __init__(
         self,
-        prepare: Callable[[AnyImage], Any],
+        prepare: Callable[[Any], Any],
         preprocessing: Preprocessing,
         *,
         notify: Notify = lambda _note: None,

@@ -18,10 +18,11 @@ Source: Chefer et al., "Generic Attention-model Explainability", equations 5 to 
 arXiv:2103.15679; Petsiuk et al., "RISE", arXiv:1806.07421 (the deletion metric).
 """
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.image_objects import to_rgb_image
+from vit.data.image_tiles import TiledImage
 from vit.data.instrument_images import Array
 from vit.errors import RunError
 from vit.evaluation.html_page import encode_thumbnail
@@ -43,6 +45,8 @@ from vit.output.prediction_results import ImageOutput
 from vit.precision import autocast
 from vit.text import printable
 
+THUMBNAIL = 512
+"""Pixels of the longer side of an image by tiles under a map."""
 TOP_CLASSES = 2  # of a single-label model
 MAX_CLASSES = 5  # of a multi-label model
 DIGITS = 6
@@ -197,7 +201,16 @@ def attribute_classes(
     threshold: float | None = None,
 ) -> "list[ClassAttribution]":
     """Attribution maps of the two most probable classes with their deletion metric; of a
-    multi-label model, of the classes above their thresholds, at most five, or of the best one."""
+    multi-label model, of the classes above their thresholds, at most five, or of the best one.
+
+    The maps of tiles are not tested by deletion.
+    """
+    if predictor.preprocessing.tiles is not None:
+        assert output.probabilities is not None
+        return [
+            ClassAttribution(predictor.classes[index], float(output.probabilities[index]), weights)
+            for index, weights in class_maps(predictor, output, threshold=threshold)
+        ]
     classes, image, maps = _class_relevance(predictor, output, threshold)
     assert output.pixels is not None, "an output without an error has an image"
     names = [predictor.classes[index] for index in classes]
@@ -240,11 +253,27 @@ def _class_relevance(
     if thresholds is not None and threshold is not None:
         thresholds = (threshold,) * len(thresholds)
     classes = classes_to_explain(output.probabilities, thresholds)
+    if isinstance(output.pixels, TiledImage):
+        return classes, torch.empty(0), tile_relevance(predictor, output.pixels, classes)
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
     maps = relevance(predictor.model, image.expand(len(classes), -1, -1, -1), classes)
     if not maps.isfinite().all():
         raise AttributionOverflow(output.image, "gradients overflowed, so it cannot be explained")
     return classes, image, maps
+
+
+@torch.inference_mode()
+def tile_relevance(predictor: Predictor, image: TiledImage, classes: Sequence[int]) -> Tensor:
+    """The part of each tile in the logits of `classes`, (classes, rows, cols), where positive: its
+    share in the pooling times its own logit, of exclusive classes less the mean of all."""
+    numbers, features = predictor.tile_features(image)
+    pool, head = predictor.model.tile_pool, predictor.model.head.weight
+    shares = pool.shares(features[None], torch.ones(1, len(features)).bool().to(features.device))[0]
+    head = head[classes] - (head.mean(dim=0) if predictor.thresholds is None else 0)
+    parts: Tensor = head @ (shares * features).T
+    maps = parts.new_zeros(len(classes), math.prod(image.shape))
+    maps[:, numbers] = parts.clamp(min=0)
+    return maps.view(len(classes), *image.shape)
 
 
 def classes_to_explain(probabilities: Array, thresholds: Sequence[float] | None) -> list[int]:
@@ -308,16 +337,21 @@ def class_attributions_to_json(
 
 
 def input_region(
-    predictor: Predictor, pixels: Tensor, *, with_image: bool = False
+    predictor: Predictor, pixels: Tensor | TiledImage, *, with_image: bool = False
 ) -> dict[str, Any]:
     """The part of an image that the network sees, for JSON; `with_image` also a JPEG of it."""
     preprocessing = predictor.preprocessing
+    by_tiles = isinstance(pixels, TiledImage)
     region: dict[str, Any] = {
-        "size": list(pixels.shape[1:]),
+        "size": list(preprocessing.image_size if by_tiles else pixels.shape[1:]),
         "resize": preprocessing.resize,
         "crop_share": preprocessing.crop_share,
     }
-    if with_image:
+    if preprocessing.tiles is not None:
+        region["tiles"] = asdict(preprocessing.tiles)
+    if with_image and isinstance(pixels, TiledImage):
+        region["image"] = encode_thumbnail(pixels.thumbnail(THUMBNAIL)).source
+    elif with_image:
         shown = to_rgb_image(preprocessing.to_display(pixels), "an image")
         region["image"] = encode_thumbnail(shown).source
     return region
@@ -354,9 +388,11 @@ def _short(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def view_lines(predictor: Predictor, pixels: Tensor) -> list[str]:
+def view_lines(predictor: Predictor, pixels: Tensor | TiledImage) -> list[str]:
     """Text below the plain image: which part of the file it shows."""
     preprocessing = predictor.preprocessing
+    if isinstance(pixels, TiledImage):
+        return [f"tiles of {pixels.grid.size} pixels"]
     height, width = pixels.shape[1:]
     share = f"{100 * preprocessing.crop_share:.0f} %"
     part = f"{VIEWS[preprocessing.resize]}, {share}"

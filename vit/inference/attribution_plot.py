@@ -22,9 +22,12 @@ from torch import Tensor
 
 from vit.atomic_files import explain_write_errors, open_atomic, write_text
 from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
+from vit.data.image_tiles import TiledImage
+from vit.data.preprocessing import to_tensor
 from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.errors import ConfigError, explain_full_memory
 from vit.inference.attribution import (
+    THUMBNAIL,
     AttributionOverflow,
     Deletion,
     WordAttribution,
@@ -63,6 +66,8 @@ def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
                 "no_deletion: maps of words are never tested by deletion; leave it out"
             )
         return
+    if predictor.preprocessing.tiles is not None and not deletion:
+        raise ConfigError("no_deletion: maps of tiles are never tested by deletion; leave it out")
     if predictor.tta is not None:
         raise ConfigError(
             f"tta={predictor.tta}: one view of an image is explained, and answers are the "
@@ -136,7 +141,10 @@ def _plot_classes(
     assert output.pixels is not None, "an output without an error has an image"
     classes = attribute_classes(predictor, output, deletion=deletion, threshold=threshold)
     texts = [view_lines(predictor, output.pixels), *(one.lines for one in classes)]
-    shown = predictor.preprocessing.to_display(output.pixels)
+    if isinstance(output.pixels, TiledImage):
+        shown = to_tensor(output.pixels.thumbnail(THUMBNAIL))
+    else:
+        shown = predictor.preprocessing.to_display(output.pixels)
     plot = plot_attributions(shown, [one.weights for one in classes], texts)
     _write(path, plot, class_attributions_to_json(predictor, output, classes))
     return classes[0].deletion

@@ -108,9 +108,10 @@ def evaluate(
             "corruptions: an exported network resizes images itself, and corruptions are of "
             "resized ones; give the run it was exported from"
         )
-    if config.corruptions and predictor.preprocessing.channels is not None:
+    preprocessing = predictor.preprocessing
+    if config.corruptions and (preprocessing.channels or preprocessing.tiles):
         raise ConfigError(
-            "corruptions: are of RGB images, and this network takes others; leave it out"
+            "corruptions: are of whole RGB images, and this network takes others; leave it out"
         )
     trained = source_of(model, predictor)
     samples = load_samples(predictor.task, trained, spec, predictor.classes, notify)
@@ -322,7 +323,7 @@ def measure(
     paths = [sample.path for sample in evaluation.samples]
     failed: list[dict[str, str]] = []
     done = 0
-    if not predictor.exported:
+    if not predictor.exported and predictor.preprocessing.tiles is None:
         display = predictor.preprocessing.to_display
 
         def observe(name: str, size: tuple[int, int], kind: str, pixels: Any) -> None:

@@ -230,7 +230,7 @@ class Predictor:
         """As `run_batch`; if it fails, images are computed one by one, so that one fails alone."""
         try:
             return self.run_batch(first, names, images)
-        except (WeightsError, MemoryError) as error:
+        except (WeightsError, MemoryError, BadImage) as error:
             if len(images) == 1:
                 return [ImageOutput(names[0], None, error_text(error))]
         alone = zip(names, images, strict=True)
@@ -247,7 +247,12 @@ class Predictor:
         rows: int | None = None,
     ) -> list[ImageOutput]:
         """Outputs of one batch of images that `read` returned; arguments as for `Engine.run`."""
-        output = self.engine.run(images, first=first, rows=rows)
+        try:
+            output = self.engine.run(images, first=first, rows=rows)
+        except BadImage as error:  # tiles are decoded there
+            if len(images) > 1:
+                raise
+            return [ImageOutput(names[0], None, error.reason)]
         finite = np.isfinite(output["probabilities"]).all(axis=1)
         if (embeddings := output.get("embedding")) is not None:
             finite &= np.isfinite(np.asarray(embeddings)).all(axis=1)

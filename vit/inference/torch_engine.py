@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vit.config import ModelConfig
 from vit.config.inference_config import InferenceConfig
 from vit.data.image_objects import ImageInput
-from vit.data.preprocessing import AnyImage
+from vit.data.image_tiles import TiledImage
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
 from vit.exported.image_prefetch import ImageReader
 from vit.generation.generate import CaptionGenerator, check_length
@@ -32,6 +32,7 @@ from vit.model.feature_distance import DistanceFeatures, encode_with_features, f
 from vit.model.mlp import MLP
 from vit.model.pooling import NoPooling
 from vit.model.sequence_packing import check_packable
+from vit.model.tiled_classifier import TiledClassifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.precision import (
     Precision,
@@ -135,8 +136,9 @@ class TorchEngine:
             self.preprocessing = self.preprocessing.to_native(patch_size)
         self.embeddings, self.compiled = config.embeddings, config.compile
         self.check_settings()
-        self.batch_size = config.batch_size or default_batch_size(
-            loaded.config, self.device, captions=captions
+        by_tiles = self.preprocessing.tiles is not None
+        self.batch_size = config.batch_size or (
+            1 if by_tiles else default_batch_size(loaded.config, self.device, captions=captions)
         )
         self.block_size = self.batch_size
         self.workers = config.workers or default_num_threads(self.device)
@@ -150,7 +152,7 @@ class TorchEngine:
         """The same network for float32 on a CPU, where that is faster."""
         self.precision_autotuner: PrecisionAutotuner | None = None
         tries = config.precision == "auto" and should_benchmark_bf16(self.device)
-        if tries and self.classes and not captions:
+        if tries and self.classes and not captions and not by_tiles:
             usage = {"keep_aspect": self.native, "compiled": self.compiled}
             self.precision_autotuner = PrecisionAutotuner(
                 loaded.config, usage, usual=self.precision, notify=notify
@@ -166,6 +168,11 @@ class TorchEngine:
             raise ConfigError(
                 f"tta={self.tta}: probabilities are averaged, not captions; leave it out"
             )
+        if self.preprocessing.tiles is not None:
+            for name in ("native", "tta", "compiled"):
+                if getattr(self, name):
+                    name = {"native": "keep_aspect", "compiled": "compile"}.get(name, name)
+                    raise ConfigError(f"{name}: images are read by tiles of one size; leave it out")
         if self.compiled and (captions or self.native):
             what = "captions" if captions else "images in their own shape"
             raise ConfigError(f"compile: {what} come in too many shapes to compile; leave it out")
@@ -184,8 +191,10 @@ class TorchEngine:
         return 0 if self.caption_generator is None else self.caption_generator.search.n_best
 
     @property
-    def prepare(self) -> Callable[[AnyImage], Tensor]:
-        """Image -> (channels, height, width), uint8 for RGB."""
+    def prepare(self) -> Callable[[Any], Any]:
+        """Image -> (channels, height, width), uint8 for RGB; tiles are read when they are used."""
+        if self.preprocessing.tiles is not None:
+            return lambda image: image
         return self.preprocessing
 
     def pool(self) -> Executor:
@@ -302,6 +311,11 @@ class TorchEngine:
         """Logits, pooled tokens if requested, memories, and features of the distance if requested,
         of one view of uint8 images."""
         no_memories = [None] * len(images)
+        if self.preprocessing.tiles is not None:
+            assert isinstance(self.model, TiledClassifier)
+            bags = [self.tile_features(image)[1][None] for image in images]
+            pooled = torch.cat([self.model.tile_pool(bag) for bag in bags])
+            return self.model.head(pooled), pooled if self.embeddings else None, no_memories, None
         # on a CPU an image that is normalised by itself stays in the cache
         one_by_one = self.native or self.device.type == "cpu"
         floats = [self._normalise(image) for image in images] if one_by_one else []
@@ -340,6 +354,18 @@ class TorchEngine:
         if not self.model.num_classes:
             return pooled.new_zeros(len(pooled), 0), pooled, None, None
         return model.head(pooled), pooled, None, None
+
+    def tile_features(self, image: Tensor | TiledImage) -> tuple[list[int], Tensor]:
+        """Numbers and features, (tiles, dim), of the tiles of an image that are no background."""
+        half = torch.is_autocast_enabled(self.device.type)
+        model = self.model if half or self.prepacked is None else self.prepacked
+        if isinstance(image, Tensor):  # in place of one that cannot be read
+            return [0], model.features(self._normalise(image))
+        numbers, parts = list[int](), []
+        for some, chunk in self.preprocessing.tile_chunks(image):
+            numbers += some
+            parts.append(model.features(self._normalise(chunk)))
+        return numbers, torch.cat(parts)
 
     def _stack(self, images: Sequence[Tensor]) -> Tensor:
         """One batch of images; for a GPU in page-locked memory, which it copies without a wait."""

@@ -18,6 +18,7 @@ from vit.model.layers import TEXT_POSITIONS, build_block, build_decoder_block
 from vit.model.mae_network import MaskedAutoencoder, PixelDecoder
 from vit.model.normalization import build_norm
 from vit.model.projection_head import JointEmbedding, ProjectionHead
+from vit.model.tiled_classifier import TiledClassifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import join_names
 
@@ -47,7 +48,7 @@ def build_classifier(config: ModelConfig) -> VisionTransformer:
 
 def assemble_model(config: ModelConfig) -> VisionTransformer:
     """The network of `config`, with uninitialised weights."""
-    return VisionTransformer(config)
+    return TiledClassifier(config) if config.tile_pooling else VisionTransformer(config)
 
 
 def build_captioner(config: ModelConfig, decoder: DecoderConfig) -> Captioner:
@@ -146,4 +147,4 @@ def check_fit(state: Mapping[str, Tensor], model: nn.Module) -> None:
 def meta_model(config: ModelConfig, decoder: DecoderConfig | None = None) -> VisionTransformer:
     """The network of `config` on the meta device: shapes without memory."""
     with torch.device("meta"):
-        return VisionTransformer(config) if decoder is None else assemble_captioner(config, decoder)
+        return assemble_model(config) if decoder is None else assemble_captioner(config, decoder)

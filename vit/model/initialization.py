@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vit.model.blocks import LayerScale
 from vit.model.mlp import PackedSwiGLU
 from vit.model.rotary_embedding import init_frequencies
+from vit.model.tiled_classifier import GatedTileAttention
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -77,6 +78,7 @@ RULES: tuple[tuple[str, Callable[[Tensor], object]], ...] = (
     (r"\.attn\.rope\.freqs$", init_frequencies),
     (r"^attn_pool\.kv\.weight$", xavier_halves),
     (r"^attn_pool\.(latent|(q|proj)\.weight)$", nn.init.xavier_uniform_),
+    (r"^tile_pool\.\w\.weight$", nn.init.xavier_uniform_),
     (r"\.cross_attn\.q\.weight$", nn.init.xavier_uniform_),
     (r"\.cross_attn\.kv\.weight$", xavier_halves),
     (r"\.((cross_)?attn\.proj|mlp\.(shared\.)?fc\w+)\.weight$", nn.init.xavier_uniform_),
@@ -105,4 +107,6 @@ def init_weights(model: Model) -> Model:
             module.gamma.fill_(module.initial_value)
         if isinstance(module, PackedSwiGLU):
             xavier_halves(module.fc1.weight)
+        if isinstance(module, GatedTileAttention):
+            module.begin_at_outliers()
     return model

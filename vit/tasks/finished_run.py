@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from vit.model.feature_distance import (
     features_of_sizes,
 )
 from vit.model.sequence_packing import cut_images
+from vit.model.tiled_classifier import TiledClassifier
 from vit.precision import Precision, autocast
 from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.task import Task
@@ -200,7 +201,9 @@ class FinishedRun:
                 labels.append(batch.labels)
                 names = [samples[index].path for index in batch.indices.tolist()]
                 display = self.loaded.preprocessing.to_display
-                if batch.sizes is None:
+                if batch.images.ndim == 5:  # bags of tiles
+                    pass
+                elif batch.sizes is None:
                     properties.add_pixels(names, display(batch.images))
                 else:
                     cut = cut_images(batch.images, batch.sizes)
@@ -245,9 +248,12 @@ class FinishedRun:
         *,
         network: LoadedRun | None = None,
     ) -> Generator[tuple[Batch, Tensor], None, None]:
-        """Batches of `samples` with their normalised images, on the device."""
-        preprocessing = (network or self.loaded).preprocessing
-        loader = self.open_loader(samples, preprocessing)
+        """Batches of `samples` with normalised images, or features of tiles, on the device."""
+        loaded = network or self.loaded
+        normalise: Callable[[Tensor], Tensor] = loaded.preprocessing.normalise
+        if isinstance(loaded.model, TiledClassifier):
+            normalise = partial(loaded.model.encode_tiles, normalise=normalise)
+        loader = self.open_loader(samples, loaded.preprocessing)
         found = False
         try:
             for batch in loader:
@@ -261,7 +267,9 @@ class FinishedRun:
                 if len(batch.labels):
                     found = True
                     images = batch.images.to(self.device, non_blocking=True)
-                    yield batch, preprocessing.normalise(images)
+                    with torch.inference_mode(), self.autocast():
+                        prepared = normalise(images)
+                    yield batch, prepared
         finally:
             loader.close()
         if not found:

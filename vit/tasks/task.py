@@ -222,7 +222,9 @@ class Task(ABC):
     def training_transform(self, config: Config, preprocessing: Preprocessing) -> Transform:
         """The transform of training images."""
         quick = config.data.decode == "fast"
-        return TrainingTransform(config.augment, preprocessing, fast_crop=quick)
+        return TrainingTransform(
+            config.augment, preprocessing, fast_crop=quick, tile_count=config.data.tile_count
+        )
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]

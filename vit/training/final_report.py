@@ -33,21 +33,21 @@ from vit.training.logging.training_progress import notify
 from vit.training.settings_from_data import prepare_data
 from vit.training.teacher import with_teacher
 from vit.training.training_context import TrainingContext
-from vit.training.training_loaders import caption_ids_of, micro_batch_size, num_workers
+from vit.training.training_loaders import caption_ids_of, num_workers, validation_batch_size
 from vit.weights.saved_model import load_run
 
 DISTANCE_IMAGES = 2000
 """Training images, about, that the distance of other images is measured from."""
 
 
-def distance_samples(splits: Splits) -> Sequence[Sample]:
+def distance_samples(config: Config, splits: Splits) -> Sequence[Sample]:
     """The training images that the distance of other images is measured from.
 
-    Empty if there are too few images to estimate the distances of ordinary ones.
+    Empty if there are too few images to estimate the distances of ordinary ones, and for bags.
     """
     samples = splits.train[:: max(1, len(splits.train) // DISTANCE_IMAGES)]
     few = len(samples) < MIN_IMAGES or len(splits.val) < MIN_DISTANCES
-    return () if few else samples
+    return () if few or config.data.tiles else samples
 
 
 def finished_run(
@@ -66,7 +66,7 @@ def finished_run(
         return EvaluationLoader(
             samples,
             preprocessing,
-            batch_size=micro_batch_size(config, processes),
+            batch_size=validation_batch_size(config, processes),
             workers=workers,
             pin_memory=device.type == "cuda",
             caption_ids=caption_ids_of(config, splits.tokenizer, samples),
@@ -99,7 +99,7 @@ def finish_run(run: TrainingContext, folder: Path, splits: Splits, *, epoch: int
         best_epoch=epoch,
         interruption=run.interruption,
         failed=run.failed,
-        distance_samples=distance_samples(splits) if run.task.measures_distance else (),
+        distance_samples=distance_samples(run.config, splits) if run.task.measures_distance else (),
     )
     run.task.finish(best)
     best.__dict__.pop("loaded", None)  # which the task has completed

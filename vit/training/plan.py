@@ -104,6 +104,12 @@ TOKENIZED = 5000
 LOOKED_AT = (256, 256)
 # Long side by short side from which the middle square is too little of an image to be silent about.
 LONG = 2.0
+# Of an image, as is supposed before they are counted.
+PLANNED_TILES = 64
+TILE_SETTINGS: dict[str, Any] = {"batch_size": 4, "min_crop": 1.0, "vflip": 0.5}
+TILE_SETTINGS |= {"auto_augment": "none", "color_jitter": 0.2, "cache": "none"}
+TILE_SETTINGS |= {"start_image_size": None, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
+"""What the plan takes as given for bags of tiles: small steps, and nothing that hides a mark."""
 # A step of this network is timed: like those that the plan chooses, and quick.
 PROBE = PHOTO_NETWORKS[1]._replace(passes=0)
 # For pretrained weights on a GPU, where it matters, about the network of most of them.
@@ -161,7 +167,8 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     """
     chosen = settings if isinstance(settings, Settings) else Settings(call=settings)
     task = get_task(str(chosen.get("task", TrainingConfig.task)))
-    chosen = Settings(**{"task": task.planned_settings, **chosen.layers})
+    by_tiles = TILE_SETTINGS if chosen.get("tiles") else {}
+    chosen = Settings(**{"task": {**task.planned_settings, **by_tiles}, **chosen.layers})
     settled = known_origins(chosen, chosen.origins)
     values = {n: chosen[n] for n, origin in settled.items() if origin not in ("data", "weights")}
     pretrained = chooses_weights(values)
@@ -258,7 +265,10 @@ def facts_of(
 def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Facts:
     """Those of `facts_of` that are not measured by training steps."""
     task = get_task(config.training.task)
-    side, grey, aspect = look_at_images(splits.train, config.data.axes)
+    tiles = config.data.tiles
+    side, grey, aspect = (
+        (tiles[0], False, 1.0) if tiles else look_at_images(splits.train, config.data.axes)
+    )
     factor = task.tiny_passes_factor if side <= TINY_SIDE else task.passes_factor
     device = accelerator.device.type
     channels, names = instrument_channels(splits.train, config)
@@ -281,7 +291,8 @@ def data_facts(config: Config, splits: Splits, accelerator: Accelerator) -> Fact
         processes=accelerator.num_processes,
         sharded=is_sharded(accelerator),
         task_batch=task.planned_batch,
-        pass_cost=task.pass_cost,
+        tiles=PLANNED_TILES if tiles else 1,
+        pass_cost=task.pass_cost * (PLANNED_TILES if tiles else 1),
         passes_factor=factor,
         captions=caption_stats(splits.train, config) if config.training.captions else None,
     )
@@ -384,6 +395,8 @@ def caption_stats(samples: Sequence[Sample], config: Config) -> CaptionStats:
 
 def instrument_channels(samples: Sequence[Sample], config: Config) -> tuple[int, tuple[str, ...]]:
     """Channels of instruments that the network takes, and their names; 0 for RGB of 8 bits."""
+    if config.data.tiles:
+        return 0, ()
     with contextlib.suppress(BadImage):  # the run itself meets it
         stored = check_header(samples[0].path, config.data.axes)
         if stored is not None and takes_channels(config, [stored]):

@@ -165,6 +165,8 @@ class Facts:
     """Whether each process holds a part of the network (FSDP)."""
     task_batch: int | None = None
     """Images of a step on a CPU, where the task and not their number decides."""
+    tiles: int = 1
+    """Tiles of an image, about; each costs what an image does."""
     pass_cost: float = 1.0
     """Cost of a pass over the images, as a multiple of that with labels."""
     passes_factor: float = 1.0
@@ -261,7 +263,7 @@ def planned_seconds(facts: Facts) -> float:
         return facts.seconds
     each = SECONDS_PER_TINY if facts.side <= TINY_SIDE else SECONDS_PER_PHOTO
     faster = math.sqrt(max(facts.flops / REFERENCE, 1.0))
-    return min(max(each * facts.images / faster, LEAST_SECONDS), MOST_SECONDS)
+    return min(max(each * facts.images * facts.tiles / faster, LEAST_SECONDS), MOST_SECONDS)
 
 
 def decide_time(plan: Plan) -> float:

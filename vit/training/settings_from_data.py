@@ -5,25 +5,29 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
 from vit.config import Config, DataConfig, ModelConfig
 from vit.config.setting_layers import with_settings
+from vit.config.settings import refuse
 from vit.data.auto_augment import THREE_JITTER
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
+from vit.data.image_tiles import TileGrid, open_tiles
 from vit.data.intensity_range import measure_channels, measure_intensity_range
+from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
+from vit.process_resources import usable_cores
 from vit.tasks.task import Task, get_task
 from vit.text import Notify, join_names, plural, printable
 from vit.training.caption_vocabulary import prepare_captions
@@ -36,6 +40,20 @@ THREADS = 8
 CHUNK = 256
 WAITING_SHARE = 0.5
 """Share of the time of a chunk without the processor from which on threads read the others."""
+
+FOR_TILES: dict[str, tuple[Any, str]] = {
+    "resize": ("squash", "each tile is resized"),
+    "crop_share": (1.0, "each tile is seen as a whole"),
+    "cache": ("none", "tiles are read from their files"),
+    "mixup": (0.0, "bags are not mixed"),
+    "cutmix": (0.0, "bags are not mixed"),
+    "channel_order": ((), "tiles are RGB of 8 bits"),
+    "axes": ("", "the first page is read"),
+    "compile": (False, "images have different numbers of tiles"),
+    "probe_first": (False, "there is no probe of bags"),
+    "teacher": (None, "there is no teacher of bags"),
+}
+"""The only value of a setting with tiles, and why."""
 
 
 class HeaderScan(NamedTuple):
@@ -81,7 +99,7 @@ def prepare_data(
     ):
         unused = f"val_share={config.data.val_share} is not used"
         notify(f"note: {unused}: the data have their own validation images")
-    scan = scan_images(splits, config, accelerator)
+    scan = scan_images(splits, config, accelerator, notify)
     splits = exclude_images(splits, scan.bad)
     for note in splits.notes:
         notify(f"note: {note}")
@@ -170,8 +188,24 @@ def complete_for_data(config: Config, splits: Splits, notify: Notify = lambda _:
         )
     if stated not in (found, ModelConfig.num_classes):
         notify(f"note: {found} classes instead of num_classes={stated} of the settings file")
-    config = task.complete(config)
+    config = complete_for_tiles(task.complete(config))
     return with_settings(config, num_classes=found)
+
+
+def complete_for_tiles(config: Config) -> Config:
+    """Set what bags of tiles need, and refuse what they do not have; no change without `tiles`."""
+    if not config.data.tiles:
+        return config
+    for name, (value, why) in FOR_TILES.items():
+        if config.chosen(name) and config.get(name) not in (value, None):
+            refuse(name, config.get(name), f"does not work with tiles: {why}")
+    if config.finetune.method == "probe":
+        config.finetune.refuse("method", "there is no probe of bags; use full or linear")
+    settings = {name: value for name, (value, _) in FOR_TILES.items()}
+    if not config.chosen("min_crop"):  # a crop may miss what shows the class
+        settings["min_crop"] = 1.0
+    pooling = config.model.tile_pooling or "attention"
+    return with_settings(config, **settings, tile_pooling=pooling)
 
 
 def complete_channels(
@@ -244,10 +278,17 @@ def refuse_for_channels(config: Config) -> None:
         )
 
 
-def scan_images(splits: Splits, config: Config, accelerator: Accelerator) -> HeaderScan:
-    """Read the headers of all images in the main process, to find unreadable and deep ones."""
+def scan_images(
+    splits: Splits, config: Config, accelerator: Accelerator, notify: Notify
+) -> HeaderScan:
+    """Read the headers of all images in the main process, to find unreadable and deep ones; of
+    images by tiles, all tiles."""
     samples, axes = [*splits.train, *splits.val, *splits.test], config.data.axes
-    scan = on_main(accelerator, lambda: scan_headers(samples, axes))
+    grid = Preprocessing.from_config(config.data, config.model.image_size).tiles
+    scan = on_main(
+        accelerator,
+        lambda: scan_headers(samples, axes) if grid is None else scan_tiles(samples, grid, notify),
+    )
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
         more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
@@ -312,6 +353,28 @@ def scan_headers(samples: Sequence[Sample], axes: str = "", threads: int = THREA
         scans += pool.map(lambda chunk: _check_chunk(chunk, axes), chunks)
     bad = [image for scan in scans for image in scan.bad]
     return HeaderScan(bad, {path: one for scan in scans for path, one in scan.stored.items()})
+
+
+def scan_tiles(samples: Sequence[Sample], grid: TileGrid, notify: Notify) -> HeaderScan:
+    """Find the tiles that are no background, which loader processes then know."""
+
+    def look(sample: Sample) -> tuple[int, int] | BadImage:
+        try:
+            image = open_tiles(sample.path, grid)
+            return len(image.numbers()), prod(image.shape)
+        except BadImage as bad:
+            return BadImage(bad.path, bad.reason)
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        found = [*pool.map(look, samples)]
+    counts = [one for one in found if not isinstance(one, BadImage)]
+    kept, every = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    most = max(counts, default=(0, 0))[0]
+    notify(
+        f"note: {kept:,} tiles of {plural(len(counts), 'image')}, at most {most:,} of one; "
+        f"{every - kept:,} of nearly one colour are left out as background"
+    )
+    return HeaderScan([one for one in found if isinstance(one, BadImage)], {})
 
 
 def exclude_images(splits: Splits, bad: Sequence[BadImage]) -> Splits:

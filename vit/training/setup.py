@@ -52,8 +52,11 @@ def make_network(
     torch.manual_seed(random_seed(config.training.seed, "weights"))
     network = get_task(config.training.task).build_network(config)
     if source is not None:
+        target = config.model
+        if source.config.tile_pooling is None:  # the pooling of tiles is new
+            target = dataclasses.replace(target, tile_pooling=None)
         state, report = adapt_weights(
-            source, config.model, classes=classes or None, channel_names=config.data.channel_names
+            source, target, classes=classes or None, channel_names=config.data.channel_names
         )
         for line in report.lines():
             notify(line)

@@ -86,4 +86,7 @@ def first_batch(run: TrainingContext, splits: Splits) -> tuple[Tensor, list[list
         images = images.new_zeros(len(cut), images.shape[1], *most)
         for place, image in zip(images, cut, strict=True):
             place[:, : image.shape[1], : image.shape[2]] = image
+    if images.ndim == 5:
+        texts = [lines for lines in texts for _ in range(images.shape[1])]
+        images = images.flatten(0, 1)
     return run.preprocessing.to_pixels(images), texts

@@ -347,7 +347,7 @@ def measure(run: TrainingContext, splits: Splits, watch: Stopwatch, most: float)
     # the main process alone measures once more for the report, and weights that may be averaged
     scores = min(len(splits.val) * len(splits.classes), MOST_SCORES)
     ending = REPORT + SCORE * scores + start + validation * (run.processes + kept)
-    others = distance_samples(splits) if run.task.measures_distance else ()
+    others = distance_samples(run.config, splits) if run.task.measures_distance else ()
     for samples in (others, () if training.pretrains else splits.test):
         if samples:
             ending += start + validation * len(samples) / len(splits.val)

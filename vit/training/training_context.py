@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from vit.data.device_cache import DeviceCache
 from vit.data.image_cache import ImageCache
 from vit.data.preprocessing import Preprocessing
 from vit.errors import BadImage
+from vit.model.tiled_classifier import TiledClassifier
 from vit.model.vision_transformer import VisionTransformer
 from vit.stop_signals import Interruption
 from vit.tasks.classification import Classification
@@ -80,8 +81,15 @@ class TrainingContext:
         return self.preprocessing.constants(self.accelerator.device, self.dtype)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Bytes on the device, (batch, 3, height, width) -> normalised floats."""
-        return self.preprocessing.normalise(images, self.dtype, self.constants)
+        """Bytes on the device, (batch, 3, height, width) -> normalised floats; in validation of
+        tiles, (batch, tiles, 3, height, width) -> their features, which take less memory."""
+        normalise = partial(
+            self.preprocessing.normalise, dtype=self.dtype, constants=self.constants
+        )
+        if isinstance(self.network, TiledClassifier) and not self.network.training:
+            with self.autocast():
+                return self.network.encode_tiles(images, normalise)
+        return normalise(images)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Compute in the precision of the training."""

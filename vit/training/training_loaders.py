@@ -84,7 +84,7 @@ def evaluation_loader(run: TrainingContext, samples: Sequence[Sample]) -> Evalua
     return EvaluationLoader(
         samples,
         run.preprocessing,
-        batch_size=micro_batch_size(run.config, run.processes),
+        batch_size=validation_batch_size(run.config, run.processes),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         workers=num_workers(run),
@@ -106,5 +106,10 @@ def caption_ids_of(
 
 
 def micro_batch_size(config: Config, processes: int) -> int:
-    """Images per device in one forward pass, in training and validation."""
+    """Images per device in one forward pass of training."""
     return max(config.data.batch_size // (processes * config.data.micro_batches), 1)
+
+
+def validation_batch_size(config: Config, processes: int) -> int:
+    """The same in validation, where an image by tiles has all of them, and is a batch by itself."""
+    return 1 if config.data.tiles else micro_batch_size(config, processes)

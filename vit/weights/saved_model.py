@@ -148,7 +148,7 @@ def serialize_model(
     check_fit(state, meta_model(settings, decoder))
     own: dict[str, Any] = {
         "version": VERSION,
-        "config": asdict(settings),
+        "config": {n: v for n, v in asdict(settings).items() if v or n != "tile_pooling"},
         "preprocessing": preprocessing.to_dict(),
         "classes": list(classes),
     }

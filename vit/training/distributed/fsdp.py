@@ -40,6 +40,8 @@ def require_shardable(accelerator: Accelerator, config: Config) -> None:
         raise ConfigError(
             f"optimizer={config.training.optimizer!r}: under FSDP use {', '.join(OPTIMIZERS)}"
         )
+    if config.data.tiles:
+        raise ConfigError(f"tiles={config.data.tiles}: not supported under FSDP; leave one out")
     if config.training.captions:
         raise ConfigError(
             "captions cannot be generated under FSDP: use --task classify, or train "

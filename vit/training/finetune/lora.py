@@ -17,7 +17,7 @@ from vit.model.moe import MixtureOfExperts
 from vit.model.vision_transformer import VisionTransformer
 from vit.text import format_parameters
 
-HEAD = ("head.", "decoder.")
+HEAD = ("head.", "decoder.", "tile_pool.")
 """Prefixes of the head's parameters; all others are the backbone's."""
 A, B = "lora_a", "lora_b"
 
@@ -88,7 +88,7 @@ def projections(network: VisionTransformer) -> dict[str, nn.Linear]:
 
 
 def freeze_backbone(network: nn.Module) -> None:
-    """Freeze all parameters but those of the head and the decoder."""
+    """Freeze all parameters but those of the head, the decoder and the pooling of tiles."""
     if not any(name.startswith(HEAD) for name, _ in network.named_parameters()):
         raise ConfigError("num_classes=0: there is no head, and nothing else is to learn")
     freeze_except(network, lambda name: name.startswith(HEAD))
