@@ -97,7 +97,7 @@ class LargerSecondEpoch:
 
 
 class FloatTransform:
-    image_size = (SIZE, SIZE)
+    image_size, native = (SIZE, SIZE), False
     read = staticmethod(read_image)
 
     def blank(self):

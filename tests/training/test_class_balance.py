@@ -121,13 +121,13 @@ def test_what_a_user_is_format_scores(kind, said):
 def test_a_tally_is_exact_in_any_parts_and_leaves_out_classes_without_images(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(21, 4, generator=generator)
-    monkeypatch.setattr("vit.tasks.classification.forward", lambda _run, images: images)
+    monkeypatch.setattr("vit.tasks.classification.forward", lambda _run, images, _sizes: images)
     run = SimpleNamespace(dtype=torch.float32, config=make_config({}))
     sums = []
     for size in (21, 4):
         tally = ClassTally(4)
         for some, labels in zip(logits.split(size), LABELS.split(size), strict=True):
-            tally.add(run, SimpleNamespace(labels=labels), some)
+            tally.add(run, SimpleNamespace(labels=labels, sizes=None), some)
         sums.append(tally.sums.tolist())
     assert sums[0][1:] == sums[1][1:]
     scores = ClassTally(4).scores(run, sums[0])

@@ -12,6 +12,7 @@ import pytest
 import vit
 from tests.training.runs import SHORT, events, read_report
 from vit.commands.main import main
+from vit.config.setting_layers import make_config
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import DataError, RunError
 from vit.evaluation.temperature_scaling import Scaling
@@ -44,7 +45,7 @@ def test_distances_are_measured_from_some_of_the_training_images(images, held_ou
         tuple(Sample(f"{n}.png", 0) for n in range(count)) for count in (images, held_out)
     )
     splits = Splits(classes=("a", "b"), train=train, val=val, notes=(), made=True, root=Path())
-    assert len(distance_samples(splits)) == chosen
+    assert len(distance_samples(make_config({}), splits)) == chosen
 
 
 def test_the_report_has_the_numbers_of_the_validation_and_of_evaluate(run, colour_data, tmp_path):

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image, ImageStat
 
+from vit.config import DataConfig
 from vit.data.image_io import (
     EncodedImage,
     PathLike,
@@ -65,6 +66,11 @@ class TileGrid:
 
     size: int
     overlap: int = 0
+
+    @classmethod
+    def from_config(cls, data: DataConfig) -> "TileGrid | None":
+        """The tiles that `data` sets; None: images are read as a whole."""
+        return cls(data.tiles[0], data.tile_overlap) if data.tiles else None
 
     def starts(self, side: int) -> list[int]:
         """Where tiles begin along a side of an image."""

@@ -331,7 +331,7 @@ class Preprocessing:
             std=data.std,
             intensity_range=data.intensity_range,
             channels=spec_from_config(data),
-            tiles=TileGrid(data.tiles[0], data.tile_overlap) if data.tiles else None,
+            tiles=TileGrid.from_config(data),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from vit.data.dataset_types import Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
 from vit.data.image_tiles import TileGrid, open_tiles
 from vit.data.intensity_range import measure_channels, measure_intensity_range
-from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
@@ -284,7 +283,7 @@ def scan_images(
     """Read the headers of all images in the main process, to find unreadable and deep ones; of
     images by tiles, all tiles."""
     samples, axes = [*splits.train, *splits.val, *splits.test], config.data.axes
-    grid = Preprocessing.from_config(config.data, config.model.image_size).tiles
+    grid = TileGrid.from_config(config.data)
     scan = on_main(
         accelerator,
         lambda: scan_headers(samples, axes) if grid is None else scan_tiles(samples, grid, notify),

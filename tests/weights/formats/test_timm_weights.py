@@ -62,7 +62,7 @@ def test_missing_metadata_is_none(state):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"crop_mode": "border"}, "crop_mode='border'"),
+        ({"crop_mode": "center-2"}, "crop_mode='center-2'"),
         ({"interpolation": "lanczos"}, "interpolation='lanczos'"),
         ({"crop_pct": 1.2}, "crop_share=1.2"),
         ({"mean": (0.5,)}, "mean="),
