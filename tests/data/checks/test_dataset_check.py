@@ -229,7 +229,7 @@ def test_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, m
     assert len(compared) < 10
 
 
-def dies_or_hangs(path: str) -> object:
+def dies_or_hangs(path: str, _axes: str) -> object:
     """A decoder with bugs."""
     if "dies" in path:
         os._exit(3)
@@ -238,10 +238,10 @@ def dies_or_hangs(path: str) -> object:
     return path
 
 
-def broken_serve(pipe: object, limit: int) -> None:
+def broken_serve(pipe: object, limit: int, axes: str) -> None:
     """The work of a process whose decoder has bugs."""
     image_stats.compute_stats = dies_or_hangs
-    image_stats.serve_stats(pipe, limit)
+    image_stats.serve_stats(pipe, limit, axes)
 
 
 @pytest.mark.slow
