@@ -254,6 +254,19 @@ def untimed(folder: Path) -> bytes:
     return TIMES.sub(rb"\1_", (folder / "metrics.jsonl").read_bytes())
 
 
+def same_after_a_kill(config: Any, folder: Path) -> Path:
+    """A training; killed at a checkpoint and resumed, it must leave the same bytes."""
+    log, whole, cut = folder / "log", folder / "whole", folder / "cut"
+    complete(train, config, whole, log=log)
+    with Job(train, config, cut, log=log) as job:
+        while not list(cut.glob("checkpoints/*")):
+            assert not job.ended(0.01), job.said()
+        assert job.kill() == [-signal.SIGKILL]
+    complete(train, config, cut, True, log=log)
+    assert differences(cut, whole) == []
+    return whole
+
+
 def differences(folder: Path, whole: Path) -> list[str]:
     """What a run has left behind that the undisturbed one has not."""
     faults = [f"{path.name} is left" for path in folder.rglob("*.tmp")]

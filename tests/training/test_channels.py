@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,7 @@ from safetensors.torch import load_file
 
 import vit
 from tests.serving.conftest import running
-from tests.training.children import Job, complete, differences
-from tests.training.children import train as train_child
+from tests.training.children import same_after_a_kill
 from vit.commands.main import main
 from vit.config.setting_layers import make_config, read_settings
 from vit.errors import BadImage, ConfigError, DataError, VitError
@@ -148,14 +146,7 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_sees_the_fourth_channel(
     deep_data, config_of, tmp_path
 ):
     config = config_of(deep_data, checkpoint_steps=5, color_jitter=0.3, hflip=0.5)
-    log, whole, cut = tmp_path / "log", tmp_path / "whole", tmp_path / "cut"
-    complete(train_child, config, whole, log=log)
-    with Job(train_child, config, cut, log=log) as job:
-        while not list(cut.glob("checkpoints/*")):
-            assert not job.ended(0.01)
-        assert job.kill() == [-signal.SIGKILL]
-    complete(train_child, config, cut, True, log=log)
-    assert differences(cut, whole) == []
+    whole = same_after_a_kill(config, tmp_path)
     assert top1(whole, write_deep) >= 0.9
     train(config_of(deep_data, channel_order=("0", "1", "2")), tmp_path / "blind")
     assert top1(tmp_path / "blind", write_deep) < 0.75

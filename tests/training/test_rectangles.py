@@ -1,7 +1,6 @@
 """Whole rectangles, --resize pad and native: from files to every engine's answer."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from PIL import Image
 
 import vit
 from tests.serving.conftest import running
-from tests.training.children import Job, complete, differences
-from tests.training.children import train as train_child
+from tests.training.children import same_after_a_kill
 from vit.commands.main import main
 from vit.config.setting_layers import make_config
 from vit.errors import ConfigError
@@ -142,14 +140,7 @@ def test_rectangles_from_plan_to_server(resize, rectangles, config_of, tmp_path,
     cpu = ["--device", "cpu", "--precision", "fp32"]
     assert main(["plan", str(rectangles), *small.split(), *cpu]) == 0
     config = config_of(rectangles, resize=resize, checkpoint_steps=5, drop_path=0.1)
-    log, run, cut = tmp_path / "log", tmp_path / "run", tmp_path / "cut"
-    complete(train_child, config, run, log=log)
-    with Job(train_child, config, cut, log=log) as job:
-        while not list(cut.glob("checkpoints/*")):
-            assert not job.ended(0.01)
-        assert job.kill() == [-signal.SIGKILL]
-    complete(train_child, config, cut, True, log=log)
-    assert differences(cut, run) == []
+    run = same_after_a_kill(config, tmp_path)
     new = folder_of(tmp_path / "new", 60, first=1000)
     assert vit.evaluate(run, new, precision="fp32")["top1"] >= 0.9
     files = some(rectangles)

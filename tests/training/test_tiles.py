@@ -1,7 +1,6 @@
 """Networks of tiles: from large images to every answer."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from PIL import Image
 
 import vit
 from tests.serving.conftest import running
-from tests.training.children import Job, complete, differences
-from tests.training.children import train as train_child
+from tests.training.children import same_after_a_kill
 from vit.commands.main import main
 from vit.data.image_io import MAX_PIXELS, set_max_pixels
 from vit.errors import ConfigError, VitError
@@ -134,14 +132,7 @@ def test_a_map_of_the_tiles_lies_over_the_whole_image(tile_run, tile_data, tmp_p
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bytes_and_finds_the_spot(tile_data, config_of, tmp_path):
     config = config_of(tile_data, checkpoint_steps=7, hflip=0.5, color_jitter=0.1)
-    log, whole, cut = tmp_path / "log", tmp_path / "whole", tmp_path / "cut"
-    complete(train_child, config, whole, log=log)
-    with Job(train_child, config, cut, log=log) as job:
-        while not list(cut.glob("checkpoints/*")):
-            assert not job.ended(0.01)
-        assert job.kill() == [-signal.SIGKILL]
-    complete(train_child, config, cut, True, log=log)
-    assert differences(cut, whole) == []
+    whole = same_after_a_kill(config, tmp_path)
     new = slides(tmp_path / "new", 40, first=100)
     assert vit.evaluate(whole, new, precision="fp32")["top1"] >= 0.9
     predictor, hits = vit.Predictor(whole, precision="fp32"), 0
