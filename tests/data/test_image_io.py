@@ -267,11 +267,14 @@ def test_both_bytes_of_16_bit_colours_are_read(write, order, compression):
     assert np.array_equal(over_white[16:], found[16:])
 
 
-def deep_png(values: np.ndarray, colour_type: int) -> bytes:
-    """A PNG of 16 bits: colour type 2 is RGB, 4 grey with transparency."""
-    rows = b"".join(b"\0" + row.tobytes() for row in values.astype(">u2"))
-    header = struct.pack(">IIBBBBB", *values.shape[1::-1], 16, colour_type, 0, 0, 0)
-    parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+def deep_png(values: np.ndarray, colour_type: int, clear: bytes = b"", bits: int = 16) -> bytes:
+    """A PNG: colour type 0 is grey, 2 RGB, 4 grey with transparency; or one colour is `clear`."""
+    places = np.arange(bits)[::-1]
+    filled = [np.packbits((row.reshape(-1, 1) >> places) & 1) for row in values]
+    rows = b"".join(b"\0" + row.tobytes() for row in filled)
+    header = struct.pack(">IIBBBBB", *values.shape[1::-1], bits, colour_type, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"tRNS", clear), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    parts = [part for part in parts if part != (b"tRNS", b"")]
     chunks = (
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in parts
@@ -295,6 +298,17 @@ def test_16_bit_grey_with_transparency_is_read_over_white(write):
     shown = np.asarray(read_image(path, intensity_range=(0, 4095)))
     assert np.array_equal(shown[8:], grey_rgb(SCALED)[8:])
     assert (shown[:8] == 255).all()
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(1, 0), (2, 0), (4, 0), (8, 0), (16, 0), (16, 2)])
+def test_the_transparent_colour_of_a_png_is_white(write, bits, kind):
+    most, channels = 2**bits - 1, 1 + kind
+    values = np.random.default_rng(0).integers(0, most + 1, (6, 9, channels))
+    for key in (values[0, 0], values[3, 4], np.full(channels, most // 2)):
+        path = write(deep_png(values, kind, key.astype(">u2").tobytes(), bits))
+        clear = (values == key).all(2, keepdims=True)
+        expected = np.where(clear, 255, values * (255 / most))
+        assert np.abs(np.asarray(read_image(path)) - expected).max() <= 0.5
 
 
 def test_16_bit_cmyk_has_the_colours_of_8_bits(write):
@@ -559,6 +573,12 @@ def test_bmps_have_an_opacity_only_with_its_mask(write, header, masks, alpha):
     share = pixels[..., 3:] / 255 if known else 1
     expected = pixels[..., :3] * share + 255 * (1 - share)
     assert np.abs(np.asarray(read_image(path)) - expected).max() <= known
+
+
+def test_a_bmp_of_16_bits_with_transparency_is_refused(write):
+    data = bytearray(bmp(np.zeros((4, 4, 4), np.uint8), 56, (0x7C00, 0x3E0, 0x1F, 0x8000)))
+    data[28] = 16
+    assert "a BMP of 16 bits with transparency" in refusal(write(bytes(data)))
 
 
 # --- fast JPEG decoding

@@ -82,6 +82,8 @@ JPEG_DIVISORS = (1, 2, 4, 8)
 """By which the sides of a JPEG can be divided while it is decoded."""
 MIN_REDUCED_PIXELS = 4_000_000
 """A JPEG is not reduced to fewer pixels, so that networks see the same under any limit."""
+BITFIELDS = 3
+"""Compression of a BMP whose header says which bits are which colour."""
 MAX_SCANNED_PIXELS = 2_000_000_000
 """Limit of pixels times scans of a JPEG: an empty scan costs a byte of file and a pass over all
 pixels. An image of 24 million pixels may have 83 scans; encoders write about 10."""
@@ -334,6 +336,12 @@ def _open_image(
                 image.draft(image.mode, (width // divisor, height // divisor))
             if image.format == "BMP" and image.mode == "RGBA" and not _has_alpha_mask(file):
                 image = _without_alpha(image)
+            elif image.format == "BMP" and image.info.get("compression") == BITFIELDS:
+                if image.mode == "RGB" and _has_alpha_mask(file):
+                    raise UnusableFile("a BMP of 16 bits with transparency; save it as PNG")
+            elif image.format == "PNG" and image.mode == "L" and "transparency" in image.info:
+                stored: Any = image.tile[0].args  # Pillow scales the pixels, and not this value
+                image.info["transparency"] *= {"L;2": 85, "L;4": 17}.get(stored, 1)
             yield pillow_array(image) or image
 
 
@@ -392,7 +400,9 @@ def errors_as_bad_image(path: PathLike | EncodedImage) -> Iterator[str]:
             name, f"declares more than {max_pixels():,} pixels; raise --max-pixels if it is good"
         ) from None
     except Exception as error:  # any parser, any exception: one file must not end a run
-        raise BadImage(name, f"damaged or cut short ({error_text(error, 120)})") from None
+        text = error_text(error, 120)
+        what = "not supported" if text.startswith("Unsupported ") else "damaged or cut short"
+        raise BadImage(name, f"{what} ({text})") from None
 
 
 def _parse_header(file: BinaryIO) -> ImageFile.ImageFile:
@@ -626,6 +636,7 @@ def pillow_array(image: Image.Image) -> ArrayImage | None:
     """An opened image of more than 8 bits per channel with all of them; None for any other."""
     tiles: Any = getattr(image, "tile", None)  # of a file that is not yet loaded
     stored = tiles[0].args if tiles and image.format == "PNG" else ""
+    load: Callable[[], Array]
     if image.mode[0] in "IF":
         dtype = np.dtype({"I": np.int32, "F": np.float32}.get(image.mode, np.uint16))
         channels, load = 1, lambda: np.asarray(image)[..., None]
@@ -635,13 +646,20 @@ def pillow_array(image: Image.Image) -> ArrayImage | None:
         channels, load = 1 if stored == "LA;16B" else 3, lambda: _decode_16_bit(image, stored)
     else:
         return None
+    clear = image.info.get("transparency") if stored else None  # the colour that is transparent
+
+    def with_opacity() -> Array:
+        colours = load()
+        opaque = (colours != clear).any(axis=2, keepdims=True)
+        return np.concatenate([colours, opaque * np.uint16(65535)], axis=2)
+
     return ArrayImage(
         format=image.format or "",
         size=image.size,
         channels=channels,
         dtype=dtype,
-        load=load,
-        alpha="straight" if stored in ("RGBA;16B", "LA;16B") else "",
+        load=load if clear is None else with_opacity,
+        alpha="straight" if stored in ("RGBA;16B", "LA;16B") or clear is not None else "",
         orientation=lambda: _orientation(image),
     )
 
