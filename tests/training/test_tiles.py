@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.serving.conftest import running
 from tests.training.children import same_after_a_kill
 from vit.commands.main import main
 from vit.data.image_io import MAX_PIXELS, set_max_pixels
+from vit.data.image_tiles import TileGrid, open_tiles
 from vit.errors import ConfigError, VitError
 from vit.inference.attribution import class_maps
 from vit.model.tiled_classifier import TiledClassifier
@@ -74,6 +76,11 @@ def tile_run(tile_data, config_of, tmp_path_factory) -> Path:
 
 def shares(results: Any) -> Any:
     return np.array([[dict(result.predictions)[name] for name in CLASSES] for result in results])
+
+
+def epochs(run: Path) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if "val_loss" in event]
 
 
 def test_files_arrays_and_whole_bags_give_one_answer(tile_run, tile_data):
@@ -152,6 +159,40 @@ def test_pretrained_weights_encode_the_tiles(tile_data, tiny_run, tmp_path, meth
     settings = {"tiles": (32, 8), "tile_count": 8, "epochs": 1, "method": "full"}
     vit.train(str(tile_data), tmp_path / "next", **{**PLAIN, "weights": str(out)}, **settings)
     assert load_run(tmp_path / "next").preprocessing.tiles.overlap == 8
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_a_frozen_encoder_resumes(tile_data, config_of, tile_run, tmp_path):
+    more = {"weights": str(tile_run), "method": "linear", "epochs": 9, "ema": 0.9}
+    same_after_a_kill(config_of(tile_data, checkpoint_steps=7, **more), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_frozen_encoder_sees_each_tile_once(tile_data, config_of, tile_run, tmp_path):
+    more = {"weights": str(tile_run), "method": "linear", "epochs": 3, "lr": 1e-3}
+    config, seen = config_of(tile_data, **more), list[int]()
+    features = TiledClassifier.features
+
+    def counted(model: Any, images: Any) -> Any:
+        seen.append(len(images))
+        return features(model, images)
+
+    run, anew = tmp_path / "run", tmp_path / "anew"
+    with mock.patch.object(TiledClassifier, "features", counted):
+        train(config, run, report=False)
+    paths, grid = [*tile_data.rglob("*.tif")], TileGrid(TILE)
+    assert sum(seen) == sum(len(open_tiles(path, grid).numbers()) for path in paths)
+    train(config_of(tile_data, **more, hflip=1e-9), anew, report=False)  # augmentation of no tile
+    found, expected = (
+        [(one["train_loss"], one["val_loss"], one["val_top1"]) for one in epochs(folder)]
+        for folder in (run, anew)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert len(found) == 3
+    measured = vit.evaluate(run, tile_data, precision="fp32")  # those that were held out
+    best = max(epochs(run), key=lambda one: one["val_top1"] - one["val_loss"])
+    assert measured["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+    assert vit.export_model(run, tmp_path / "net.onnx").agrees
 
 
 def test_a_plan_knows_tiles(tile_data, capsys, known_speed):

@@ -82,8 +82,6 @@ JPEG_DIVISORS = (1, 2, 4, 8)
 """By which the sides of a JPEG can be divided while it is decoded."""
 MIN_REDUCED_PIXELS = 4_000_000
 """A JPEG is not reduced to fewer pixels, so that networks see the same under any limit."""
-BITFIELDS = 3
-"""Compression of a BMP whose header says which bits are which colour."""
 MAX_SCANNED_PIXELS = 2_000_000_000
 """Limit of pixels times scans of a JPEG: an empty scan costs a byte of file and a pass over all
 pixels. An image of 24 million pixels may have 83 scans; encoders write about 10."""
@@ -336,8 +334,8 @@ def _open_image(
                 image.draft(image.mode, (width // divisor, height // divisor))
             if image.format == "BMP" and image.mode == "RGBA" and not _has_alpha_mask(file):
                 image = _without_alpha(image)
-            elif image.format == "BMP" and image.info.get("compression") == BITFIELDS:
-                if image.mode == "RGB" and _has_alpha_mask(file):
+            elif image.mode == "RGB" and image.info.get("compression") == 3:  # BMP with masks
+                if _has_alpha_mask(file):
                     raise UnusableFile("a BMP of 16 bits with transparency; save it as PNG")
             elif image.format == "PNG" and image.mode == "L" and "transparency" in image.info:
                 stored: Any = image.tile[0].args  # Pillow scales the pixels, and not this value

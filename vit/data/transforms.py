@@ -9,7 +9,7 @@ at reduced size.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,7 @@ from vit.data.preprocessing import (
     Preprocessing,
     to_channels_last,
 )
+from vit.errors import BadImage
 
 if TYPE_CHECKING:
     from vit.data.image_io import MinSize, Pixels
@@ -68,6 +69,36 @@ class Transform(Protocol):
 
     def __call__(self, image: Any) -> Tensor:
         """RGB image -> (3, height, width) uint8; a ChannelImage -> its channels and type."""
+
+
+@dataclass(frozen=True)
+class TileFeatures:
+    """A transform to known features of tiles: all of an image, (tiles, dim), or `tile_count` random
+    ones, and 0 in place of missing ones; `failed` has why images have none."""
+
+    by_path: Mapping[str, Tensor]
+    failed: Mapping[str, str]
+    tile_count: int | None = None
+    image_size: tuple[int, int] = (1, 1)
+    native: bool = False
+
+    def read(self, path: str) -> Tensor:
+        """The features of an image."""
+        if path not in self.by_path:
+            raise BadImage(path, self.failed[path])
+        return self.by_path[path]
+
+    def blank(self) -> Tensor:
+        """A bag of padding."""
+        one = next(iter(self.by_path.values()))
+        return one.new_zeros(self.tile_count or 1, one.shape[1])
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Features of all tiles, (tiles, dim) -> those of the bag"""
+        if self.tile_count is None:
+            return image
+        some = image[torch.randperm(len(image))[: self.tile_count].sort().values]
+        return F.pad(some, (0, 0, 0, self.tile_count - len(some)))
 
 
 class PixelSource(Protocol):

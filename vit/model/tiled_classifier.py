@@ -104,14 +104,14 @@ class TiledClassifier(VisionTransformer):
     def forward(self, images: Tensor, sizes: object = None) -> Tensor:  # noqa: ARG002
         """(batch, tiles, channels, height, width) -> logits (batch, classes).
 
-        Also of the features of all tiles, (batch, tiles, dim), and of images of one tile, (batch,
-        channels, height, width). Tiles have one size, and `sizes` is None.
+        Also of the features of tiles, (batch, tiles, dim), where padding is 0, and of images of one
+        tile, (batch, channels, height, width). Tiles have one size, and `sizes` is None.
         """
-        there: Tensor | None = None
         if images.ndim == 5:
             features, there = self.encode_bags(images)
         else:
             features = images if images.ndim == 3 else self.features(images)[:, None]
+            there = features.any(-1)
         logits: Tensor = self.head(self.tile_pool(features, there))
         return logits
 

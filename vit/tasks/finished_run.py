@@ -201,14 +201,12 @@ class FinishedRun:
                 labels.append(batch.labels)
                 names = [samples[index].path for index in batch.indices.tolist()]
                 display = self.loaded.preprocessing.to_display
-                if batch.images.ndim == 5:  # bags of tiles
-                    pass
-                elif batch.sizes is None:
-                    properties.add_pixels(names, display(batch.images))
-                else:
+                if batch.sizes is not None:
                     cut = cut_images(batch.images, batch.sizes)
                     for name, image in zip(names, cut, strict=True):
                         properties.add_pixels([name], display(image)[None])
+                elif not isinstance(self.loaded.model, TiledClassifier):
+                    properties.add_pixels(names, display(batch.images))
                 paths += names
         if distance is not None:
             distance.standardise(torch.cat(distances))

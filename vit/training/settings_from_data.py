@@ -53,6 +53,11 @@ FOR_TILES: dict[str, tuple[Any, str]] = {
     "teacher": (None, "there is no teacher of bags"),
 }
 """The only value of a setting with tiles, and why."""
+FOR_FEATURES: dict[str, Any] = {"auto_augment": "none", "min_crop": 1.0, "start_image_size": None}
+FOR_FEATURES |= dict.fromkeys(("hflip", "vflip", "rotate", "translate", "color_jitter"), 0.0)
+FOR_FEATURES |= dict.fromkeys(("erase", "dropout", "attention_dropout", "drop_path"), 0.0)
+FOR_FEATURES |= {"patch_dropout": 0.0, "patch_sizes": ()}
+"""Settings with which a frozen encoder always has the same features of a tile."""
 
 
 class HeaderScan(NamedTuple):
@@ -203,8 +208,17 @@ def complete_for_tiles(config: Config) -> Config:
     settings = {name: value for name, (value, _) in FOR_TILES.items()}
     if not config.chosen("min_crop"):  # a crop may miss what shows the class
         settings["min_crop"] = 1.0
+    if config.finetune.method == "linear" and not config.chosen("time"):  # which steps fill
+        settings |= {n: v for n, v in FOR_FEATURES.items() if v != () and not config.chosen(n)}
     pooling = config.model.tile_pooling or "attention"
     return with_settings(config, **settings, tile_pooling=pooling)
+
+
+def encodes_tiles_once(config: Config) -> bool:
+    """Whether the encoder has the same features of the tiles in each epoch."""
+    frozen = config.finetune.method == "linear" and config.model.feedforward != "moe"
+    same = all(config.get(name) == value for name, value in FOR_FEATURES.items())
+    return bool(config.data.tiles) and frozen and same
 
 
 def complete_channels(

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from tqdm import trange
 
 from vit.data.dataloader import EvaluationLoader
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
+from vit.data.transforms import TileFeatures
 from vit.errors import BadImage
 from vit.stop_signals import Interrupted
-from vit.text import quoted
+from vit.text import format_bytes, plural, quoted
 from vit.training.checkpoint.best_epoch_soup import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint.checkpoint_writer import CheckpointWriter
@@ -36,6 +39,7 @@ from vit.training.lr_schedule import (
     learning_rate,
     total_steps,
 )
+from vit.training.settings_from_data import encodes_tiles_once
 from vit.training.setup import fingerprint, preflight
 from vit.training.time_budget import TimeBudget, settle_steps
 from vit.training.training_context import Step, TrainingContext
@@ -158,6 +162,8 @@ class Trainer:
         )
         growing = training.start_image_size is not None
         self.remaining = TimeRemaining(left, most=room, growing=growing)
+        if encodes_tiles_once(run.config) and self.epoch < training.epochs:
+            self.encode_tiles()
         while self.epoch < run.config.training.epochs and not self.stopped_early():
             with self.saving_at_bad_images():
                 progress = self.run_epoch()
@@ -189,6 +195,30 @@ class Trainer:
             test_scores=tested,
             failed=run.failed,
         )
+
+    def encode_tiles(self) -> None:
+        """Compute the features of all tiles, on which epochs then train and validate."""
+        run, samples = self.run, [*self.splits.train, *self.splits.val]
+        loader, features = evaluation_loader(run, samples), dict[str, Tensor]()
+        run.model.eval()
+        shown = None if run.accelerator.is_main_process else True
+        with contextlib.closing(loader), torch.no_grad(), self.saving_at_bad_images():
+            batches = iter(loader)
+            for _ in trange(loader.max_batches, desc="features", leave=False, disable=shown):
+                batch = next(batches, loader.empty_batch)
+                images = batch.images.to(run.accelerator.device, non_blocking=True)
+                bags = run.encode_tiles(images).cpu() if len(images) else ()
+                paths = [samples[index].path for index in batch.indices.tolist()]
+                features |= run.gather([*zip(paths, bags, strict=True)])
+                if run.gather(batch.failed):
+                    run.exclude_unreadable(batch.failed)
+                self.stop_on_signal(agreed_signal(run.accelerator, run.interruption.number))
+        run.tile_features = TileFeatures(features, run.failed)
+        size = format_bytes(sum(bag.nbytes for bag in features.values()))
+        what = f"tiles of {plural(len(features), 'image')} are encoded once, without augmentation"
+        self.logger.notify(f"note: {what}; their features take {size} of memory")
+        self.training = training_loader(run, self.splits.train)
+        self.evaluation = evaluation_loader(run, self.splits.val)
 
     def keep_to_time(self) -> None:
         """Adapt the number of remaining steps to the time budget, in the cooldown."""
@@ -359,7 +389,7 @@ class Trainer:
     def measure_test(self) -> dict[str, Any]:
         """Measure the saved weights, once, on the test images, by which nothing was chosen."""
         network = load_run(self.folder).model.to(self.run.accelerator.device)
-        run = dataclasses.replace(self.run, network=network, model=network)
+        run = dataclasses.replace(self.run, network=network, model=network, tile_features=None)
         loader = evaluation_loader(run, self.splits.test)
         with contextlib.closing(loader), self.saving_at_bad_images():
             measured = self.validate(run, loader, len(self.splits.test))

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.device_cache import DeviceCache
 from vit.data.image_cache import ImageCache
 from vit.data.preprocessing import Preprocessing
+from vit.data.transforms import TileFeatures
 from vit.errors import BadImage
 from vit.model.tiled_classifier import TiledClassifier
 from vit.model.vision_transformer import VisionTransformer
@@ -52,6 +53,8 @@ class TrainingContext:
     """Tokenizer of the captions; None without a captioning task."""
     cache: ImageCache | DeviceCache | None = None
     """Cache of decoded training images, if any."""
+    tile_features: TileFeatures | None = None
+    """Features of the tiles of all images, if the encoder is frozen."""
     workers: int | None = None
     """Measured number of loader processes; None if the setting `workers` is given."""
     step: int = 0
@@ -81,15 +84,17 @@ class TrainingContext:
         return self.preprocessing.constants(self.accelerator.device, self.dtype)
 
     def normalise(self, images: Tensor) -> Tensor:
-        """Bytes on the device, (batch, 3, height, width) -> normalised floats; in validation of
-        tiles, (batch, tiles, 3, height, width) -> their features, which take less memory."""
-        normalise = partial(
-            self.preprocessing.normalise, dtype=self.dtype, constants=self.constants
-        )
-        if isinstance(self.network, TiledClassifier) and not self.network.training:
-            with self.autocast():
-                return self.network.encode_tiles(images, normalise)
-        return normalise(images)
+        """Bytes on the device, (batch, 3, height, width) -> normalised floats; not of features."""
+        if self.tile_features is not None:
+            return images
+        return self.preprocessing.normalise(images, dtype=self.dtype, constants=self.constants)
+
+    def encode_tiles(self, images: Tensor) -> Tensor:
+        """As `normalise`; bags of tiles, (batch, tiles, 3, height, width) -> their features."""
+        if not isinstance(self.network, TiledClassifier) or self.tile_features is not None:
+            return self.normalise(images)
+        with self.autocast():
+            return self.network.encode_tiles(images, self.normalise)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Compute in the precision of the training."""

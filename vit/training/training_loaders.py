@@ -10,6 +10,7 @@ from vit.config import Config
 from vit.data.captions.caption_ids import CaptionIds
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataloader import EvaluationLoader, TrainingLoader
+from vit.data.dataset import ConstantTransform
 from vit.data.dataset_types import Sample
 from vit.data.preprocessing import Preprocessing
 from vit.data.sampler import MicroBatchSampler
@@ -60,9 +61,11 @@ def training_loader(run: TrainingContext, samples: Sequence[Sample]) -> Training
     """Micro-batches for this process, augmented."""
     config, accelerator = run.config, run.accelerator
     rank, processes = accelerator.process_index, accelerator.num_processes
+    features, count = run.tile_features, config.data.tile_count
+    bags = None if features is None else dataclasses.replace(features, tile_count=count)
     return TrainingLoader(
         samples,
-        TransformFor(config, run.preprocessing),
+        ConstantTransform(bags) if bags else TransformFor(config, run.preprocessing),
         make_schedule(config, len(samples), rank=rank, processes=processes, samples=samples),
         epochs=config.training.epochs,
         workers=num_workers(run),
@@ -74,8 +77,9 @@ def training_loader(run: TrainingContext, samples: Sequence[Sample]) -> Training
 
 
 def num_workers(run: TrainingContext) -> int | None:
-    """Number of loader processes: the setting, or as measured."""
-    return run.workers if run.config.data.workers is None else run.config.data.workers
+    """Number of loader processes: the setting, or as measured; features are in this process."""
+    chosen = run.workers if run.config.data.workers is None else run.config.data.workers
+    return 0 if run.tile_features else chosen
 
 
 def evaluation_loader(run: TrainingContext, samples: Sequence[Sample]) -> EvaluationLoader:
@@ -83,7 +87,7 @@ def evaluation_loader(run: TrainingContext, samples: Sequence[Sample]) -> Evalua
     accelerator = run.accelerator
     return EvaluationLoader(
         samples,
-        run.preprocessing,
+        run.tile_features or run.preprocessing,
         batch_size=validation_batch_size(run.config, run.processes),
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,

@@ -52,7 +52,7 @@ def validate(
             batch = next(batches, loader.empty_batch)
             failed += batch.failed
             images = batch.images.to(device, non_blocking=True)
-            tally.add(run, batch, run.normalise(images))
+            tally.add(run, batch, run.encode_tiles(images))
             if routers is not None:
                 routers.add(len(batch.labels))
             if agreed_signal(run.accelerator, run.interruption.number):
