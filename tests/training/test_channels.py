@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import vit
 from tests.serving.conftest import running
 from tests.training.children import same_after_a_kill
 from vit.commands.main import main
+from vit.config import Config
+from vit.config.data_config import CHANNEL_SETTINGS
 from vit.config.setting_layers import make_config, read_settings
 from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.training.settings_from_data import refuse_for_channels
 from vit.training.train import train
-from vit.weights.saved_model import load_run
+from vit.weights.saved_model import load_run, save_model
 
 CLASSES = ("none", "disc")
 SIDE = 24
@@ -282,7 +285,12 @@ def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_o
 
 @pytest.mark.parametrize("names", [(), NAMES])
 def test_weights_of_three_channels_train_on_four(deep_data, tiny_run, tmp_path, capsys, names):
-    given = {**PLAIN, "weights": str(tiny_run), "feature_cache": str(tmp_path / "cache")}
+    run, weights = load_run(tiny_run), tmp_path / "weights"
+    weights.mkdir()
+    colours = replace(run.preprocessing, mean=(0.485, 0.456, 0.406))  # as most weights have
+    about = {"config": Config(model=run.config), "classes": run.classes}
+    save_model(weights, run.model, preprocessing=colours, **about)
+    given = {**PLAIN, "weights": str(weights), "feature_cache": str(tmp_path / "cache")}
     vit.train(str(deep_data), tmp_path / "run", channel_order=names, **given)
     assert load_run(tmp_path / "run").config.channels == 4
     told = "3 -> 4 channels (red, green and blue keep their kernels, others begin at zero)"
@@ -291,10 +299,20 @@ def test_weights_of_three_channels_train_on_four(deep_data, tiny_run, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.auto_precision
-def test_folds_of_four_channels(deep_data, config_of, tmp_path):
-    config = config_of(deep_data, folds=2, epochs=1)
-    record = vit.cross_validate(config, tmp_path / "folds")
-    assert set(record["scores"]) == {"1", "2"}
+def test_folds_of_four_channels_make_one_network(deep_data, tiny_run, tmp_path):
+    given = {**PLAIN, "weights": str(tiny_run), "feature_cache": str(tmp_path / "cache")}
+    given |= {"epochs": 2, "folds": 3, "channel_order": ("3", "0", "1")}
+    vit.cross_validate(str(deep_data), tmp_path / "folds", **given)
+    shutil.rmtree(tmp_path / "folds/fold-3")  # as if it had been stopped before
+    record = vit.cross_validate(str(deep_data), tmp_path / "folds", resume=True, **given)
+    assert set(record["scores"]) == {"1", "2", "3"}
+    stored = [read_settings(tmp_path / f"folds/fold-{n}/config.yaml") for n in (1, 2, 3)]
+    kept = [{name: one[name] for name in CHANNEL_SETTINGS} for one in stored]
+    assert kept == [kept[0]] * 3
+    assert kept[0]["channel_order"] == ["3", "0", "1"]
+    soup = vit.Predictor(tmp_path / "folds/soup", device="cpu", precision="fp32")
+    assert all(result.error is None for result in soup(some(deep_data)))
+    assert soup.preprocessing == load_run(tmp_path / "folds/fold-2").preprocessing
 
 
 def write_pages(path: Path, seed: int, names=NAMES, axes="CYX", **more: Any) -> None:
@@ -400,3 +418,30 @@ def test_pixels_without_a_value_are_neither_measured_nor_seen(config_of, tmp_pat
     seen = preprocessing.normalise(preprocessing(preprocessing.read(some(data)[0])))
     assert abs(seen[0, :5]).max() < 1e-5
     assert seen[0, 12:].std() > 0.5
+
+
+def test_a_run_gives_its_channels_to_the_next_training(deep_data, config_of, tmp_path, capsys):
+    names = tuple("abcd")
+    data = folder_of(tmp_path / "data", partial(write_pages, names=names), 8)
+    first, brighter = tmp_path / "first", folder_of(tmp_path / "new", write_deep, 8)
+    train(config_of(data, epochs=1, channel_order=("d", "b")), first)
+    given = {**PLAIN, "weights": str(first), "feature_cache": str(tmp_path / "cache")}
+    capsys.readouterr()
+    for number, (new, more) in enumerate([(brighter, {}), (data, {"channel_order": ("d", "b")})]):
+        vit.train(str(new), tmp_path / f"run-{number}", **given, **more)
+        assert "channels d,b of uint16, with the ranges, mean and dev" in capsys.readouterr().err
+        kept = load_run(tmp_path / f"run-{number}").preprocessing.channels
+        assert kept == load_run(first).preprocessing.channels
+    floats = folder_of(tmp_path / "floats", write_fine, 4)
+    photos = tmp_path / "photos"
+    folder_of(photos, lambda path, seed: Image.new("L", (9, 9), seed).save(f"{path}.png"), 4)
+    wrong: list[tuple[Path, dict[str, Any], str]] = [
+        (floats, {}, r"\.npy: 2 channels; the network takes 4, which comes from the weights"),
+        (photos, {}, "--channels 3,1 of the weights: the images are RGB of 8 bits"),
+        (data, {"channel_order": ("b", "d")}, "--channels b,d: the weights take d,b"),
+        (data, {"axes": "Z"}, "axes='Z': the weights read axes=''"),
+        (data, {"intensity_range": (0, 9)}, "intensity_range=.*ranges of channels; leave it out"),
+    ]
+    for new, more, part in wrong:
+        with pytest.raises(VitError, match=part):
+            vit.train(str(new), tmp_path / "wrong", **given, **more)

@@ -160,10 +160,7 @@ def read_channels(
     with _open_image(path, spec.axes) as image:
         if not isinstance(image, ArrayImage) or image.ink:
             raise UnusableFile(f"{image.mode} of 8 bits; the network takes {spec.count} channels")
-        if image.channels != spec.count:
-            raise UnusableFile(f"{image.channels} channels; the network takes {spec.count}")
-        if spec.value_type != "float32" and not np.can_cast(image.dtype, spec.value_type):
-            raise UnusableFile(f"values of {image.dtype}; the network takes {spec.value_type}")
+        spec.check_file(image.channels, image.dtype)
         if before_decode is not None:
             before_decode(math.prod(image.size) * math.ceil(4 * spec.count / PIXEL_BYTES))
         return to_channel_image(image, spec)

@@ -618,6 +618,13 @@ class ChannelSpec:
         ends = zip(self.low, self.high, self.mean, strict=True)
         return tuple(low + mean * (high - low) for low, high, mean in ends)
 
+    def check_file(self, channels: int, dtype: "np.dtype[Any] | str") -> None:
+        """Refuse a file of another number of channels, or of a wider type."""
+        if channels != self.count:
+            raise UnusableFile(f"{channels} channels; the network takes {self.count}")
+        if self.value_type != "float32" and not np.can_cast(dtype, self.value_type):
+            raise UnusableFile(f"values of {dtype}; the network takes {self.value_type}")
+
     def order_of(self, names: tuple[str, ...]) -> list[int]:
         """The channels of a file in which they have `names`, if it names them."""
         if not (self.names and names):

@@ -10,6 +10,7 @@ Source: Nadeau and Bengio, "Inference for the Generalization Error", Machine Lea
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from accelerate import Accelerator
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
 from vit.config.collect_settings import FOLDS_FILE, LABEL_ERRORS_FILE, ROWS_FILE, read_fold_record
+from vit.config.data_config import CHANNEL_SETTINGS
 from vit.config.setting_layers import (
     Settings,
     changed_settings,
@@ -114,11 +116,15 @@ def train_folds(
             notify(f"fold {fold} of {folds} is finished: {printable(run_folder)}")
             continue
         notify(f"fold {fold} of {folds}: {printable(run_folder)}")
-        of_data: dict[str, Any] = {"fold": fold}
-        if fold > 1 and config.data.intensity_range is None:  # of deep images, the same for all
-            of_data["intensity_range"] = stored_config(folder / "fold-1").data.intensity_range
+        of_data: dict[str, Any] = {}
+        if fold > 1:  # of images of instruments, measured once for all
+            first = stored_config(folder / "fold-1").data
+            of_data = {
+                name: getattr(first, name) for name in ("intensity_range", *CHANNEL_SETTINGS)
+            }
+        origins = {**config.origins, **dict.fromkeys(of_data, "data")}
         result = train(
-            with_settings(config, **of_data),
+            dataclasses.replace(with_settings(config, fold=fold, **of_data), origins=origins),
             run_folder,
             resume=resume,
             overwrite=overwrite,

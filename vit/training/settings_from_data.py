@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import ceil, lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ from vit.data.captions.tokenizer import Tokenizer
 from vit.data.dataset_types import Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
 from vit.data.image_tiles import TileGrid, open_tiles
+from vit.data.instrument_images import UnusableFile
 from vit.data.intensity_range import measure_channels, measure_intensity_range
+from vit.data.preprocessing import spec_from_config
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
@@ -238,6 +241,8 @@ def complete_channels(
     if not stored:
         if order or axes:
             given = f"--channels {','.join(order)}" if order else f"--axes {axes}"
+            if not config.chosen("channel_order" if order else "axes"):
+                raise DataError(f"{given} of the weights: the images are RGB of 8 bits")
             raise ConfigError(f"{given}: the images are RGB of 8 bits; leave it out")
         return config
     for taken in sorted({one.axes for one in stored.values()} - {""}):
@@ -253,7 +258,13 @@ def complete_channels(
     every = [sample.path for sample in (*splits.train, *splits.val, *splits.test)]
     check_same_channels(every, stored)
     refuse_for_channels(config)
-    settings = on_main(accelerator, lambda: measure_channels(config.data, paths, stored, notify))
+    if config.origins.get("channel_ranges") in ("data", "weights"):  # of another fold, or of them
+        check_fit(config.data, stored)
+        settings: dict[str, Any] = {"channels": len(config.data.channel_order)}
+    else:
+        measure = partial(measure_channels, config.data, paths, stored, notify)
+        settings = on_main(accelerator, measure)
+    settings |= {name: getattr(DataConfig, name) for name in ("mean", "std")}  # not of weights
     if config.augment.auto_augment != "none":  # of the task
         jitter = config.augment.color_jitter or THREE_JITTER
         settings |= {"auto_augment": "none", "color_jitter": jitter}
@@ -278,12 +289,26 @@ def check_same_channels(paths: Sequence[str], stored: Mapping[str, StoredValues]
             raise DataError(f"{first} has {number} and {path} has {other}: take one kind")
 
 
+def check_fit(data: DataConfig, stored: Mapping[str, StoredValues]) -> None:
+    """Refuse images that do not hold the channels of `data`, which were measured on others."""
+    spec = spec_from_config(data)
+    assert spec is not None
+    remedy = "convert such files, or choose other channels by --channels"
+    for path, one in stored.items():
+        try:
+            spec.check_file(one.channels, one.dtype)
+            spec.order_of(one.names)
+        except UnusableFile as error:  # noqa: PERF203
+            raise DataError(f"{path}: {error}, which comes from the weights: {remedy}") from None
+
+
 def refuse_for_channels(config: Config) -> None:
     """Refuse what needs colours of 8 bits."""
     if config.data.cache == "device" and config.run.precision == "tf32":
         config.data.refuse("cache", "TF32 would round the values of channels; use --cache ram")
     for name in ("mean", "std"):
-        if getattr(config.data, name) != getattr(DataConfig, name):  # a plan's file has both
+        usual = getattr(DataConfig, name)  # a plan's file has it
+        if config.chosen(name) and getattr(config.data, name) != usual:
             config.data.refuse(name, "each channel has its own, which is measured; leave it out")
     if config.augment.auto_augment != "none" and config.chosen("auto_augment"):
         config.augment.refuse(

@@ -7,6 +7,7 @@ Bao et al. (BEiT), arXiv:2106.08254.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -83,6 +84,7 @@ def complete_for_weights(
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
         found |= pretrained_image_size(source.config, source.preprocessing)
+    channels = channel_settings(config, source, notify)
     if {**found, **{name: chosen[name] for name in config.settled}}.get("resize") in WHOLE:
         found["crop_share"] = 1.0
     found |= preset_sizes(config, source)
@@ -98,14 +100,49 @@ def complete_for_weights(
     before = run_of(str(config.finetune.weights))
     if before and os.path.realpath(before[1].data.data) == os.path.realpath(config.data.data):
         found["val_share"] = before[1].data.val_share  # so that its validation images stay unseen
-    every = {**chosen, **found, **kept}
-    completed = with_defaults(every, {*usual} - settled, config.origins, notify)
+    every = {**chosen, **found, **kept, **channels}
+    origins = {**config.origins, **dict.fromkeys(channels, "weights")}
+    completed = with_defaults(every, {*usual} - settled, origins, notify)
     if method != "full" and is_upcycled(source.config, completed.model):
         raise ConfigError(
             f"method={method}: experts do not learn by it, and those made of an mlp would stay "
             "equal; use --method full, or leave --feedforward out"
         )
     return completed
+
+
+def channel_settings(config: Config, source: Pretrained, notify: Notify) -> dict[str, Any]:
+    """How the run `source` reads images of instruments, unless others of their channels are chosen;
+    they are measured once, so that its weights see what they have learned."""
+    before = None if source.preprocessing is None else source.preprocessing.channels
+    if before is None or config.data.tiles or config.origins.get("channel_ranges") == "data":
+        return {}
+    order, words = config.data.channel_order, tuple(map(str, before.order))
+    theirs = ",".join(before.names or words)
+    if order not in ((), words, before.names):
+        if before.names and len(order) == len(words) and not all(map(str.isdecimal, order)):
+            raise ConfigError(f"--channels {','.join(order)}: the weights take {theirs}")
+        notify(f"note: --channels is measured anew; the weights took {theirs}")
+        return {}
+    ranges = [*zip(before.low, before.high, strict=True)]
+    if config.chosen("axes") and config.data.axes != before.axes:
+        config.data.refuse("axes", f"the weights read axes={before.axes!r}; leave it out")
+    if config.data.intensity_range is not None and {*ranges} != {config.data.intensity_range}:
+        config.data.refuse("intensity_range", "the weights have ranges of channels; leave it out")
+    notify(
+        f"note: channels {theirs} of {before.value_type}, with the ranges, mean and deviation of "
+        f"{source.origin}"
+    )
+    return {
+        "channel_order": words,
+        "channel_names": before.names,
+        "axes": before.axes,
+        "value_type": before.value_type,
+        "file_channels": before.count,
+        "channel_ranges": tuple(itertools.chain(*ranges)),
+        "channel_mean": before.mean,
+        "channel_std": before.std,
+    }
 
 
 def with_defaults(
