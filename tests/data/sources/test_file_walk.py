@@ -1,5 +1,10 @@
 """Listing of images: what this toolkit wrote is no data, and files of other suffixes are named."""
 
+import os
+import shutil
+
+import pydicom
+import pydicom.data
 import pytest
 
 from tests.data.sources.conftest import opened, plant, png
@@ -88,6 +93,22 @@ def test_arrays_are_images_but_beside_images_embeddings(photos, tmp_path):
     assert len(list_images([str(photos)])) == 12
     touch(tmp_path / "heat", "0.npy", "1.npy")
     assert len(list_images([str(tmp_path / "heat")])) == 2
+
+
+def test_dicom_files_without_a_suffix_are_images(tmp_path, capsys):
+    data = pydicom.dcmread(pydicom.data.get_testdata_file("CT_small.dcm"))
+    for name in ("well", "ill"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            data.PixelData = bytes([number + 8 * (name == "ill")]) * len(data.PixelData)
+            data.save_as(tmp_path / name / f"IM{number:06d}")
+    touch(tmp_path, "DICOMDIR", "LICENSE")
+    shutil.copy(tmp_path / "ill/IM000000", tmp_path / "DICOMDIR")
+    os.mkfifo(tmp_path / "ill/pipe")
+    assert len(read_source(DatasetSpec(str(tmp_path))).train) == 6
+    assert len(list_images([str(tmp_path / "ill")])) == 3
+    assert main(["check", str(tmp_path)]) == 0
+    assert "left out files not taken for images: DICOMDIR, LICENSE" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("to", ["folder", "shards"])

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from vit.data.image_io import read_header
@@ -67,11 +67,21 @@ def _is_marked(folder: str) -> bool:
     return is_run_folder(folder) or os.path.exists(os.path.join(folder, OUTPUT_MARKER))
 
 
+def suffix_of(entry: os.DirEntry[str]) -> str:
+    """The suffix in lower case; `.dcm` for a DICOM file without one, as hospitals name them."""
+    suffix = os.path.splitext(entry.name)[1].lower()
+    if not suffix and entry.name != "DICOMDIR":  # which lists files
+        with contextlib.suppress(OSError):
+            if entry.is_file():
+                with open(entry.path, "rb", buffering=0) as file:
+                    return ".dcm" if file.read(132)[128:] == b"DICM" else ""
+    return suffix
+
+
 def has_image(folder: str | os.PathLike[str], suffixes: Collection[str] = IMAGE_SUFFIXES) -> bool:
     """Whether an image is directly in `folder`, which is read up to the first one."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        names = (entry.name for entry in entries if entry.name[0] != ".")
-        return any(os.path.splitext(name)[1].lower() in suffixes for name in names)
+        return any(suffix_of(one) in suffixes for one in entries if one.name[0] != ".")
     return False
 
 
@@ -163,20 +173,18 @@ class FolderWalker:
         """
         files = [one for one in self._entries(folder) if self._is_file(one)]
         entries = [one for one in files if not self._is_hidden(one) and one.name != MARKER_FILE]
-        paths = [entry.path for entry in entries if self._suffix(entry.name) in self.suffixes]
+        paths = [entry.path for entry in entries if suffix_of(entry) in self.suffixes]
         self.left_out["loose_picture"] += map(self.relative_name, paths)
-        self.ignored_files += [
-            self.relative_name(entry.path)
-            for entry in entries
-            if self._suffix(entry.name) not in self.suffixes
-        ]
+        others = {entry.path for entry in entries} - {*paths}
+        self.ignored_files += map(self.relative_name, sorted(others))
         return paths
 
     def _collect(self, folder: str, paths: list[str]) -> None:
         if not self._enter(folder):
             return
         before, entries = len(paths), self._entries(folder)
-        taken = self._suffixes_in(entries)
+        suffixes = {entry.name: suffix_of(entry) for entry in entries}
+        taken = self._taken_of(suffixes.values())
         for entry in entries:
             if self._is_hidden(entry):
                 continue
@@ -187,18 +195,18 @@ class FolderWalker:
                     self._collect(entry.path, paths)
             elif not self._is_file(entry):
                 self.left_out["not_a_file"].append(self.relative_name(entry.path))
-            elif self._suffix(entry.name) in taken:
+            elif suffixes[entry.name] in taken:
                 paths.append(entry.path)
             else:
-                self.ignored_suffixes[self._suffix(entry.name) or "no suffix"] += 1
+                self.ignored_suffixes[suffixes[entry.name] or "no suffix"] += 1
                 self.ignored_files.append(self.relative_name(entry.path))
         if len(paths) == before:
             self.left_out["empty_folder"].append(self.relative_name(folder))
 
-    def _suffixes_in(self, entries: Sequence[os.DirEntry[str]]) -> frozenset[str]:
+    def _taken_of(self, suffixes: Iterable[str]) -> frozenset[str]:
         """The suffixes of images in a folder; an array beside other images is of embeddings."""
         others = self.suffixes - {ARRAY}
-        return others if any(self._suffix(one.name) in others for one in entries) else self.suffixes
+        return self.suffixes if others.isdisjoint(suffixes) else others
 
     def _is_output(self, folder: str) -> bool:
         if not holds_output_only(folder, self.suffixes | IMAGE_SUFFIXES):
