@@ -53,7 +53,9 @@ def test_the_limit_of_pixels_is_a_flag_whatever_was_checked_before(
     words = ["check", str(tiny_data / "val"), "-j", "1"]
     assert main(words) == 0
     assert main([*words, "--max-pixels", "50"]) == 1
-    assert "more than 50 pixels; raise --max-pixels" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "more than 50 pixels; raise --max-pixels" in printed
+    assert "or make it smaller; vit train --tiles reads an 8-bit TIFF of any size" in printed
     suggest = ["suggest", str(tiny_data / "val"), "--weights", "missing", "--max-pixels", "50"]
     suggest += ["--precision", "fp32", "--device", "cpu"]
     assert main(suggest) == 2

@@ -36,7 +36,7 @@ KINDS = [
 ]
 """Metadata, type, channels, z, t, layout, compression, levels of a pyramid in SubIFDs."""
 REFUSED = re.compile(
-    r"axes (\w+) \((\d+ \w(, )?)+\); (--axes (\w+) takes \d+ planes as channels, or "
+    r"axes (\w+) \((\d+ \w(, )?)+\); (vit train --axes (\w+) takes \d+ planes as channels, or "
     r"|more than 32 channels: )save one plane as an image"
 )
 
@@ -133,9 +133,17 @@ OF_CHANNELS = {"axes": "CYX", "Channel": {"Name": ["red", "µ & x", "nir"]}}
 @pytest.mark.parametrize(
     ("options", "axes", "reason"),
     [
-        ({"ome": True, "metadata": {"axes": "ZCYX"}}, "C", r"axes ZCYX \(2 z, 3 c\); --axes ZC"),
-        ({"ome": True, "metadata": {"axes": "ZCYX"}}, "ZP", "no axis P for channels in TZCYXS"),
-        ({"ome": True, "metadata": {"axes": "ZCYX"}}, "ZCX", "no axis X for channels"),
+        (
+            {"ome": True, "metadata": {"axes": "ZCYX"}},
+            "C",
+            r"\(2 z, 3 c\); vit train --axes ZC",
+        ),
+        (
+            {"ome": True, "metadata": {"axes": "ZCYX"}},
+            "ZP",
+            "no axis P in TZCYXS; vit train",
+        ),
+        ({"ome": True, "metadata": {"axes": "ZCYX"}}, "ZCX", "no axis X in"),
         ({"metadata": None, "description": "Aperio Image"}, "", "pages of svs; save it by ImageJ"),
         ({"metadata": {"axes": "ZTCY"}}, "", "axes ZTCY, which have no rows and columns"),
     ],
@@ -152,7 +160,7 @@ def test_axes_are_taken_in_the_order_given():
     small = encoded(STACK[0].astype("u1"), metadata=None)
     assert check_header(small) is None  # Pillow reads the first of pages without a name
     assert np.array_equal(read_intensities(small, "I"), STACK[0].astype("u1").transpose(1, 2, 0))
-    with pytest.raises(BadImage, match="no TIFF, which alone names its axes: leave --axes C out"):
+    with pytest.raises(BadImage, match=r"no TIFF, which alone names its axes \(vit train --axes C"):
         check_header(EncodedImage("x", b"\xff\xd8\xff\xe0"), "C")
 
 
@@ -198,7 +206,7 @@ IMAGEJ = b"ImageJ=1.11a\nimages=100000\nslices=100000\n\0"
         (pages(3, text=ome(3, 1, OTHER_FILE)), "OME-TIFF in several files, or damaged"),
         (pages(1, text=b"<OME>" + b"<a/>" * 1_000_001 + b"</OME>\0"), "metadata of more than"),
         (pages(1, text=b'{"shape": [' + b"1," * 50_000 + b"4, 4]}\0"), "axes QQQQ"),
-        (pages(3), r"axes IYX \(3 i\); --axes I takes 3 planes"),
+        (pages(3), r"axes IYX \(3 i\); vit train --axes I takes 3 planes"),
         (pages(5, text=b'{"shape": [5, 4, 4], "axes": "CYX"}\0'), ""),
     ],
 )

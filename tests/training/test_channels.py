@@ -190,7 +190,7 @@ def test_a_plan_knows_the_channels(deep_data, tmp_path, capsys, known_speed):
         ({"channel_order": ("9",)}, "--channels 9: give different numbers from 0 to 3"),
         ({"channel_order": ("a",)}, "--channels a: .* or names for all 4 channels"),
         ({"channel_order": ("1", "1")}, "--channels 1,1: give different numbers from 0 to 3"),
-        ({"axes": "Z"}, r"mend|no axis Z for channels in YXS; see --axes Z"),
+        ({"axes": "Z"}, "no axis Z in YXS; vit train --axes Z needs it"),
         ({"channels": 4}, "leave --in-chans out"),
         ({"auto_augment": "randaugment"}, "--color-jitter"),
         ({"mean": (0.4, 0.5, 0.5)}, "each channel has its own"),
@@ -371,12 +371,18 @@ def test_names_of_the_user_are_those_of_files_without(deep_data, config_of, tmp_
 
 def test_planes_of_another_axis_are_channels_everywhere(config_of, tmp_path, capsys):
     data, out = folder_of(tmp_path / "data", partial(write_pages, axes="ZYX"), 10), tmp_path / "run"
-    with pytest.raises(BadImage, match=r"axes ZYX \(4 z\); --axes Z takes 4 planes as channels"):
+    with pytest.raises(
+        BadImage, match=r"axes ZYX \(4 z\); vit train --axes Z takes 4 planes as channels"
+    ):
         train(config_of(data, epochs=1), out)
     assert main(["check", str(data)]) == 1
     assert main(["check", str(data), "--axes", "Z"]) == 0
     assert "stored in uint16 x 4" in capsys.readouterr().out
+    vit.export_data(data, tmp_path / "copy", to="folder")
+    copies = [path.read_bytes() for path in sorted((tmp_path / "copy").rglob("*.tif"))]
+    assert sorted(copies) == sorted(path.read_bytes() for path in data.rglob("*.tif"))
     train(config_of(data, epochs=1, axes="Z", cache="ram"), out)
+    assert "data:image/jpeg;base64," in (out / "report.html").read_text()
     assert load_run(out).preprocessing.channels.axes == "Z"
     for more in ({}, {"axes": "Z"}):
         train(config_of(data, epochs=1, cache="ram", **more), out, resume=True)

@@ -82,6 +82,7 @@ JPEG_DIVISORS = (1, 2, 4, 8)
 """By which the sides of a JPEG can be divided while it is decoded."""
 MIN_REDUCED_PIXELS = 4_000_000
 """A JPEG is not reduced to fewer pixels, so that networks see the same under any limit."""
+BY_TILES = "vit train --tiles reads an 8-bit TIFF of any size"
 MAX_SCANNED_PIXELS = 2_000_000_000
 """Limit of pixels times scans of a JPEG: an empty scan costs a byte of file and a pass over all
 pixels. An image of 24 million pixels may have 83 scans; encoders write about 10."""
@@ -357,7 +358,7 @@ def _divisor(image: ImageFile.ImageFile, limit: int) -> int:
     """By what the sides of an image are divided while it is decoded."""
     pixels = image.width * image.height
     if pixels > MAX_SCANNED_PIXELS:
-        raise UnusableFile(f"declares more than {MAX_SCANNED_PIXELS:,} pixels")
+        raise UnusableFile(f"declares more than {MAX_SCANNED_PIXELS:,} pixels; {BY_TILES}")
     for divisor in JPEG_DIVISORS if image.format in JPEG_FORMATS else (1,):
         least = MIN_REDUCED_PIXELS if divisor > 1 else 1
         if least <= pixels / divisor**2 <= limit:
@@ -368,7 +369,7 @@ def _divisor(image: ImageFile.ImageFile, limit: int) -> int:
 def _too_large(width: int, height: int, limit: int, what: str = "") -> UnusableFile:
     return UnusableFile(
         f"{width} x {height} is more than {limit:,} pixels{what}; raise --max-pixels (in Python "
-        "vit.set_max_pixels), or make it smaller"
+        f"vit.set_max_pixels), or make it smaller; {BY_TILES}"
     )
 
 
@@ -490,7 +491,7 @@ def _check_bytes(size: int, limit: int | None) -> None:
     if not size:
         raise UnusableFile("an empty file (0 bytes)")
     if limit is not None and size > limit:
-        raise UnusableFile(f"{size:,} bytes are more than the limit of {limit:,}")
+        raise UnusableFile(f"{size:,} bytes are more than the limit of {limit:,}; {BY_TILES}")
 
 
 def read_all(file: IO[bytes]) -> bytes:

@@ -96,7 +96,7 @@ def open_array_image(file: BinaryIO, axes: str = "") -> ArrayImage | None:
     if reader is read_tiff:
         return read_tiff(file, axes)
     if axes:
-        raise UnusableFile(f"no TIFF, which alone names its axes: leave --axes {axes} out")
+        raise UnusableFile(f"no TIFF, which alone names its axes (vit train --axes {axes})")
     return None if reader is None else reader(file)
 
 
@@ -227,7 +227,7 @@ def _find_channels(tiff: Any, axes: str, *, by_pillow: bool) -> tuple[Any, list[
     for letter in axes:
         free = [n for n, one in enumerate(letters) if one == letter and n not in chosen]
         if not free or letter in "YX":
-            raise UnusableFile(f"no axis {letter} for channels in {letters}; see --axes {axes}")
+            raise UnusableFile(f"no axis {letter} in {letters}; vit train --axes {axes} needs it")
         chosen.append(free[0])
     if not {*long} <= {*chosen}:
         if by_pillow and {letters[n] for n in long} <= {*"IQS"}:  # pages without a name
@@ -235,7 +235,7 @@ def _find_channels(tiff: Any, axes: str, *, by_pillow: bool) -> tuple[Any, list[
         names = "".join(one for n, one in enumerate(letters) if n in long or one in "YX")
         sizes = ", ".join(f"{shape[n]} {letters[n].lower()}" for n in long)
         planes, every = math.prod(shape[n] for n in long), "".join(letters[n] for n in long)
-        remedy = f"--axes {every} takes {planes} planes as channels, or "
+        remedy = f"vit train --axes {every} takes {planes} planes as channels, or "
         remedy = remedy if planes <= MAX_CHANNELS else f"more than {MAX_CHANNELS} channels: "
         raise UnusableFile(f"axes {names} ({sizes}); {remedy}save one plane as an image")
     if series.dataoffset is None and any(one is None for one in series):

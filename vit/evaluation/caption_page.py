@@ -15,7 +15,7 @@ from vit.evaluation.caption_metrics import caption_scores, ignores_image, normal
 from vit.evaluation.charts import Chart
 from vit.evaluation.classification_metrics import Outcomes
 from vit.evaluation.classification_page import class_findings
-from vit.evaluation.html_page import Thumbnail, thumbnails
+from vit.evaluation.html_page import Thumbnail
 from vit.evaluation.run_report import RunFacts, epoch_chart, write_run_report
 
 MAX_EXAMPLES = 8
@@ -141,8 +141,7 @@ def choose_examples(
     paths = [one.path for one in images]
     return {
         title: [
-            (image, images[index], fits[index])
-            for index, image in thumbnails(indices, paths, fast=facts.fast)
+            (image, images[index], fits[index]) for index, image in facts.thumbnails(indices, paths)
         ]
         for title, indices in chosen.items()
         if indices

@@ -18,7 +18,7 @@ from vit.evaluation.classification_metrics import (
     summarize,
 )
 from vit.evaluation.confusion_matrix import FEW_CLASSES, confusion_findings, counted_findings
-from vit.evaluation.html_page import render_page, thumbnails
+from vit.evaluation.html_page import render_page
 from vit.evaluation.metric_rows import metric_rows
 from vit.evaluation.multilabel_metrics import calibration_scores, summarize_multilabel
 from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
@@ -51,7 +51,12 @@ def write_classification_report(
         slices=slices,
         **score,
         **class_findings(
-            outcomes, facts.classes, calibrated, paths=() if facts.fast else paths, groups=groups
+            outcomes,
+            facts.classes,
+            calibrated,
+            paths=() if facts.fast else paths,
+            groups=groups,
+            axes=facts.config.data.axes,
         ),
     )
 
@@ -63,6 +68,7 @@ def class_findings(
     *,
     paths: Sequence[str] = (),
     groups: Tensor | None = None,
+    axes: str = "",
 ) -> dict[str, Any]:
     """What class_findings.html.j2 shows: scores, confusions and calibration; see above."""
     scores = summarize(outcomes, classes, groups)
@@ -71,7 +77,7 @@ def class_findings(
         "scores": scores,
         "classes": class_table(scores["per_class"], "f1"),
         "reliability": calibration_findings(outcomes, classes, calibrated),
-        "confusion_matrix": confusion_findings(shown, classes, paths),
+        "confusion_matrix": confusion_findings(shown, classes, paths, axes),
     }
 
 
@@ -112,7 +118,7 @@ def find_mistakes(
     """The wrong predictions of highest confidence whose images can be read."""
     order = outcomes.confidences.argsort(descending=True, stable=True).tolist()
     wrong = (index for index in order if outcomes.ranks[index] > 0)
-    shown = islice(thumbnails(wrong, paths, fast=facts.fast), MAX_MISTAKES)
+    shown = islice(facts.thumbnails(wrong, paths), MAX_MISTAKES)
     return [
         {
             "image": image,
@@ -193,7 +199,10 @@ def multilabel_mistakes(
     farthest, worst = distances.max(dim=1)
     order = farthest.argsort(descending=True, stable=True).tolist()
     images = [index for index in order if farthest[index] >= 0]
-    shown = islice(thumbnails(images, outcomes.paths, fast=facts.fast), MAX_MISTAKES)
+    shown = islice(
+        facts.thumbnails(images, outcomes.paths),
+        MAX_MISTAKES,
+    )
     return len(images), [
         {
             "image": image,

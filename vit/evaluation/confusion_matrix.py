@@ -84,7 +84,7 @@ class ConfusionFindings:
 
 
 def confusion_findings(
-    outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = ()
+    outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = (), axes: str = ""
 ) -> ConfusionFindings:
     """`counted_findings` of at least one image, with images in cells where there are `paths`."""
     indices: Indices = defaultdict(list)
@@ -98,7 +98,8 @@ def confusion_findings(
     right = [cell for cell in drawn if cell.label == cell.answer]
     others = [cell for cell in drawn if cell.label != cell.answer and cell not in known]
     others.sort(key=lambda cell: -cell.count)
-    images = cell_images([*found.pairs, *others], right, indices, outcomes, paths) if paths else {}
+    wrong = [*found.pairs, *others]
+    images = cell_images(wrong, right, indices, outcomes, paths, axes) if paths else {}
     return replace(found, images=images)
 
 
@@ -183,6 +184,7 @@ def cell_images(
     indices: Indices,
     outcomes: Outcomes,
     paths: Sequence[str],
+    axes: str = "",
 ) -> dict[Confusion, list[CellImage]]:
     """Thumbnails by cell: one of each cell of `wrong`, then a second one, and so on; then `right`.
 
@@ -208,7 +210,7 @@ def cell_images(
     images: dict[Confusion, list[CellImage]] = defaultdict(list)
     size = 0
     for cell, index in queue[:MAX_IMAGES]:
-        image = read_thumbnail(paths[index], CELL_THUMBNAIL)
+        image = read_thumbnail(paths[index], CELL_THUMBNAIL, axes=axes)
         if image is None:
             continue
         size += len(image.source)

@@ -92,7 +92,7 @@ class Thumbnail:
         return max(self.width, self.height) < TINY
 
 
-def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
+def read_thumbnail(path: str, size: int = THUMBNAIL, *, axes: str = "") -> Thumbnail | None:
     """A thumbnail of at most `size` pixels a side, without metadata; None if unreadable."""
 
     def enough(width: int, height: int) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def read_thumbnail(path: str, size: int = THUMBNAIL) -> Thumbnail | None:
         return math.ceil(width * scale), math.ceil(height * scale)
 
     try:
-        image = read_image(path, intensity_range="own", min_size=enough)
+        image = read_image(path, intensity_range="own", min_size=enough, axes=axes)
         image.thumbnail((size, size))
     except (BadImage, OSError, ValueError, MemoryError):
         return None
@@ -117,11 +117,11 @@ def encode_thumbnail(image: Any, *, quality: int = 88) -> Thumbnail:
 
 
 def thumbnails(
-    indices: Iterable[int], paths: Sequence[str], *, fast: bool = False
+    indices: Iterable[int], paths: Sequence[str], *, fast: bool = False, axes: str = ""
 ) -> Iterator[tuple[int, Thumbnail | None]]:
     """`indices` of `paths` with their thumbnails, lazily, without unreadable images; with `fast`
     all of them, and no image is opened."""
     for index in indices:
-        image = None if fast else read_thumbnail(paths[index])
+        image = None if fast else read_thumbnail(paths[index], axes=axes)
         if fast or image is not None:
             yield index, image

@@ -1,7 +1,7 @@
 """report.html of a run: what the reports of all tasks share."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from vit.config import Config
 from vit.config.setting_layers import all_settings, flatten, make_config
 from vit.config.settings import as_typed
 from vit.evaluation.charts import Chart, line_chart, robustness_charts
-from vit.evaluation.html_page import render_page
+from vit.evaluation.html_page import Thumbnail, render_page, thumbnails
 
 REPORT_FILE = "report.html"
 
@@ -45,6 +45,12 @@ class RunFacts:
     def fast(self) -> bool:
         """Whether the report opens no images again."""
         return self.config.run.report == "fast"
+
+    def thumbnails(
+        self, indices: Iterable[int], paths: Sequence[str]
+    ) -> Iterator[tuple[int, Thumbnail | None]]:
+        """Those of `vit.evaluation.html_page`, as the run reads images."""
+        return thumbnails(indices, paths, fast=self.fast, axes=self.config.data.axes)
 
 
 def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:

@@ -333,7 +333,7 @@ def scan_images(
         where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         remedy = "correct the list, " if where else "mend or delete, "
-        if "--max-pixels" in bad[0].reason or "--axes" in bad[0].reason:  # the file is good
+        if any(flag in bad[0].reason for flag in ("--max-pixels", "--tiles", "--axes")):  # is good
             remedy = ""
         raise BadImage(
             bad[0].path,

@@ -222,11 +222,12 @@ def _readable_images(
         advance()
         try:
             check_header(record.path)
-            with open_binary(record.path) as file:
-                content = file.read()
         except BadImage as bad:
-            report.bad.append(BadImage(bad.path, bad.reason))
-            continue
+            if "--axes" not in bad.reason:  # the file is good, and is copied
+                report.bad.append(BadImage(bad.path, bad.reason))
+                continue
+        with open_binary(record.path) as file:
+            content = file.read()
         name = _name_in_class(record, split, root)
         yield ImageFile(name, record.labels, content, record.captions)
 
