@@ -40,6 +40,7 @@ def write_classification_report(
 ) -> None:
     """Write report.html of a single-label run; `outcomes` has raw scores of at least one image."""
     score = {"score_key": "val_top1", "score_name": "Top-1"}
+    shown, axes = () if facts.fast else paths, facts.config.data.axes
     write_run_report(
         facts,
         "classification_report.html.j2",
@@ -51,12 +52,7 @@ def write_classification_report(
         slices=slices,
         **score,
         **class_findings(
-            outcomes,
-            facts.classes,
-            calibrated,
-            paths=() if facts.fast else paths,
-            groups=groups,
-            axes=facts.config.data.axes,
+            outcomes, facts.classes, calibrated, paths=shown, groups=groups, axes=axes
         ),
     )
 
@@ -199,10 +195,7 @@ def multilabel_mistakes(
     farthest, worst = distances.max(dim=1)
     order = farthest.argsort(descending=True, stable=True).tolist()
     images = [index for index in order if farthest[index] >= 0]
-    shown = islice(
-        facts.thumbnails(images, outcomes.paths),
-        MAX_MISTAKES,
-    )
+    shown = islice(facts.thumbnails(images, outcomes.paths), MAX_MISTAKES)
     return len(images), [
         {
             "image": image,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import AugmentConfig, Config, ModelConfig
-from vit.config.data_config import WHOLE
+from vit.config.data_config import CHANNEL_SETTINGS, WHOLE
 from vit.config.presets import preset
 from vit.config.setting_layers import all_settings, flatten, make_config, with_effect
 from vit.config.settings import refuse, why_unread
@@ -133,16 +133,9 @@ def channel_settings(config: Config, source: Pretrained, notify: Notify) -> dict
         f"note: channels {theirs} of {before.value_type}, with the ranges, mean and deviation of "
         f"{source.origin}"
     )
-    return {
-        "channel_order": words,
-        "channel_names": before.names,
-        "axes": before.axes,
-        "value_type": before.value_type,
-        "file_channels": before.count,
-        "channel_ranges": tuple(itertools.chain(*ranges)),
-        "channel_mean": before.mean,
-        "channel_std": before.std,
-    }
+    kept = (words, before.names, before.axes, before.value_type, before.count)
+    moments = (tuple(itertools.chain(*ranges)), before.mean, before.std)
+    return dict(zip(CHANNEL_SETTINGS, (*kept, *moments), strict=True))
 
 
 def with_defaults(
