@@ -108,6 +108,7 @@ LONG = 2.0
 PLANNED_TILES = 64
 TILE_SETTINGS: dict[str, Any] = {"batch_size": 4, "min_crop": 1.0, "vflip": 0.5}
 TILE_SETTINGS |= {"auto_augment": "none", "color_jitter": 0.2, "cache": "none"}
+TILE_SETTINGS |= {"resize": "squash", "crop_share": 1.0}  # as vit train sets them
 TILE_SETTINGS |= {"start_image_size": None, "mixup": 0.0, "cutmix": 0.0, "erase": 0.0}
 """What the plan takes as given for bags of tiles: small steps, and nothing that hides a mark."""
 # A step of this network is timed: like those that the plan chooses, and quick.

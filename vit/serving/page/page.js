@@ -321,15 +321,15 @@ function showMap(card, seen, map, button) {
   drawMap(card, card.map);
 }
 
-// The part of an image that the network sees: {left, top, width, height}, as shares of the image.
+// The size of the centre of an image that the network sees, as shares of its own;
+// with "pad", which sees borders around it, more than all of it.
 function seenPart(seen, width, height) {
   const share = seen.crop_share;
-  if (seen.resize === "squash") return { left: (1 - share) / 2, top: (1 - share) / 2, width: share, height: share };
+  if (seen.resize === "squash" || seen.resize === "native") return { width: share, height: share };
   const [rows, cols] = seen.size;
-  const scale = Math.min(height / (rows / share), width / (cols / share)); // pixels of the file in one of the crop
-  const w = (cols * scale) / width;
-  const h = (rows * scale) / height;
-  return { left: (1 - w) / 2, top: (1 - h) / 2, width: w, height: h };
+  const fit = seen.resize === "pad" ? Math.max : Math.min;
+  const scale = fit(height / (rows / share), width / (cols / share)); // pixels of the file in one of the crop
+  return { width: (cols * scale) / width, height: (rows * scale) / height };
 }
 
 function drawMap(card, map) {
@@ -352,18 +352,18 @@ function drawMap(card, map) {
   const box = image.getBoundingClientRect();
   const fit = Math.min(box.width / image.naturalWidth, box.height / image.naturalHeight);
   const shown = { width: image.naturalWidth * fit, height: image.naturalHeight * fit };
-  const part = card.whole
-    ? { left: 0, top: 0, width: 1, height: 1 }
-    : seenPart(map.seen, image.naturalWidth, image.naturalHeight);
-  canvas.width = Math.max(Math.round(part.width * shown.width), 1);
-  canvas.height = Math.max(Math.round(part.height * shown.height), 1);
-  canvas.style.left = `${(box.width - shown.width) / 2 + part.left * shown.width}px`;
-  canvas.style.top = `${(box.height - shown.height) / 2 + part.top * shown.height}px`;
+  const part = card.whole ? { width: 1, height: 1 } : seenPart(map.seen, image.naturalWidth, image.naturalHeight);
+  const [w, h] = [part.width, part.height].map((size) => Math.min(size, 1)); // without borders
+  canvas.width = Math.max(Math.round(w * shown.width), 1);
+  canvas.height = Math.max(Math.round(h * shown.height), 1);
+  canvas.style.left = `${(box.width - w * shown.width) / 2}px`;
+  canvas.style.top = `${(box.height - h * shown.height) / 2}px`;
   const context = canvas.getContext("2d");
   context.fillStyle = "rgb(255 255 255 / 35%)";
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.imageSmoothingQuality = "high";
-  context.drawImage(small, 0, 0, canvas.width, canvas.height);
+  const [x, y] = [(cols * w) / part.width, (rows * h) / part.height];
+  context.drawImage(small, (cols - x) / 2, (rows - y) / 2, x, y, 0, 0, canvas.width, canvas.height);
 }
 
 // --- events ------------------------------------------------------------------------------------
