@@ -1,6 +1,9 @@
 """Networks of tiles: from large images to every answer."""
 
+import base64
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +101,18 @@ def test_files_arrays_and_whole_bags_give_one_answer(tile_run, tile_data):
     with torch.inference_mode():
         logits = run.model(run.preprocessing.normalise(bag[None]))
     np.testing.assert_allclose(logits.softmax(1).numpy()[0], found[0], atol=1e-6)
+
+
+def test_the_report_shows_the_maps_of_tiles(tile_run):
+    page = (tile_run / "report.html").read_text()
+    assert "Colour is the part of each tile" in page
+    data = re.findall('data:image/jpeg;base64,([^"]+)', page.split("surest mistakes")[1])
+    for encoded in data:
+        image = Image.open(io.BytesIO(base64.b64decode(encoded)))
+        assert image.size == (240, 240)
+        red, _, blue = np.asarray(image, int).transpose(2, 0, 1)
+        assert (red - blue).max() > 150  # of the colour of the map
+    assert data
 
 
 def test_an_exported_file_answers_as_the_run_does(tile_run, tile_data, tmp_path):

@@ -21,6 +21,11 @@ MAX_IMAGES = 64
 COLS = 8
 MAX_TEXT = 160
 """Characters below an image; longer text ends in an ellipsis."""
+HEAT = (255, 80, 0)
+MAX_HEAT = 0.85
+"""Share of HEAT at the largest weight."""
+CONTRAST = 0.75
+"""Contrast of the grey image below the colour."""
 
 
 def check_sheet_name(path: str | Path) -> None:
@@ -157,3 +162,14 @@ def has_glyph(font: Any, character: str) -> bool:
 def _bitmap(font: Any, character: str) -> tuple[tuple[int, int], bytes]:
     mask = font.getmask(character)
     return mask.size, bytes(mask)
+
+
+def overlay(image: Image.Image, weights: Tensor) -> Image.Image:
+    """A pale grey copy of `image`, coloured by `weights`, non-negative (rows, cols) of patches."""
+    largest = weights.max().clamp(min=1e-30)
+    cells = Image.fromarray((weights / largest).numpy().astype(np.float32))
+    smooth = np.asarray(cells.resize(image.size, Image.Resampling.BILINEAR)).clip(0, 1)
+    share = MAX_HEAT * smooth[:, :, None]
+    grey = 255 - CONTRAST * (255 - np.asarray(image.convert("L"), dtype=np.float32))[:, :, None]
+    mixed = grey * (1 - share) + np.array(HEAT, dtype=np.float32) * share
+    return Image.fromarray(mixed.round().astype(np.uint8))

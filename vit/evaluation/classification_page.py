@@ -26,6 +26,8 @@ from vit.evaluation.temperature_scaling import MIN_IMAGES
 
 MAX_MISTAKES = 24
 MAX_ROWS = 2000
+FEW_MAPS = 6
+"""Images whose tiles are shown where no answer is wrong."""
 
 
 def write_classification_report(
@@ -111,10 +113,12 @@ def class_table(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, An
 def find_mistakes(
     outcomes: Outcomes, paths: Sequence[str], facts: RunFacts
 ) -> list[dict[str, Any]]:
-    """The wrong predictions of highest confidence whose images can be read."""
+    """The wrong predictions of highest confidence whose images can be read; if there are none, the
+    surest ones of a run with tiles, for their maps."""
     order = outcomes.confidences.argsort(descending=True, stable=True).tolist()
-    wrong = (index for index in order if outcomes.ranks[index] > 0)
-    shown = islice(facts.thumbnails(wrong, paths), MAX_MISTAKES)
+    wrong = [index for index in order if outcomes.ranks[index] > 0]
+    some = wrong or (order[:FEW_MAPS] if facts.tile_map and not facts.fast else [])
+    shown = islice(facts.thumbnails(some, paths, outcomes.answers), MAX_MISTAKES)
     return [
         {
             "image": image,
@@ -195,7 +199,7 @@ def multilabel_mistakes(
     farthest, worst = distances.max(dim=1)
     order = farthest.argsort(descending=True, stable=True).tolist()
     images = [index for index in order if farthest[index] >= 0]
-    shown = islice(facts.thumbnails(images, outcomes.paths), MAX_MISTAKES)
+    shown = islice(facts.thumbnails(images, outcomes.paths, worst), MAX_MISTAKES)
     return len(images), [
         {
             "image": image,

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -117,11 +117,15 @@ def encode_thumbnail(image: Any, *, quality: int = 88) -> Thumbnail:
 
 
 def thumbnails(
-    indices: Iterable[int], paths: Sequence[str], *, fast: bool = False, axes: str = ""
+    indices: Iterable[int],
+    paths: Sequence[str],
+    *,
+    fast: bool = False,
+    read: Callable[[int], Thumbnail | None] | None = None,
 ) -> Iterator[tuple[int, Thumbnail | None]]:
     """`indices` of `paths` with their thumbnails, lazily, without unreadable images; with `fast`
-    all of them, and no image is opened."""
+    all of them, and no image is opened; `read` is instead of `read_thumbnail`."""
     for index in indices:
-        image = None if fast else read_thumbnail(paths[index], axes=axes)
+        image = None if fast else read(index) if read else read_thumbnail(paths[index])
         if fast or image is not None:
             yield index, image

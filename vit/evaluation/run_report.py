@@ -1,17 +1,19 @@
 """report.html of a run: what the reports of all tasks share."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from vit.atomic_files import write_text
 from vit.config import Config
 from vit.config.setting_layers import all_settings, flatten, make_config
 from vit.config.settings import as_typed
 from vit.evaluation.charts import Chart, line_chart, robustness_charts
-from vit.evaluation.html_page import Thumbnail, render_page, thumbnails
+from vit.evaluation.html_page import Thumbnail, read_thumbnail, render_page, thumbnails
 
 REPORT_FILE = "report.html"
 
@@ -40,6 +42,8 @@ class RunFacts:
     notes: Sequence[str] = ()
     tested: str = ""
     robustness: Mapping[str, Any] | None = None
+    tile_map: Callable[[str, int], Thumbnail | None] | None = None
+    """Of a run with tiles: a path and a class -> the image under the map of its tiles."""
 
     @property
     def fast(self) -> bool:
@@ -47,10 +51,17 @@ class RunFacts:
         return self.config.run.report == "fast"
 
     def thumbnails(
-        self, indices: Iterable[int], paths: Sequence[str]
+        self, indices: Iterable[int], paths: Sequence[str], classes: Tensor | None = None
     ) -> Iterator[tuple[int, Thumbnail | None]]:
-        """Those of `vit.evaluation.html_page`, as the run reads images."""
-        return thumbnails(indices, paths, fast=self.fast, axes=self.config.data.axes)
+        """Those of `vit.evaluation.html_page`, as the run reads images: with tiles, under the map
+        for the class of each."""
+
+        def read(index: int) -> Thumbnail | None:
+            if self.tile_map is None or classes is None:
+                return read_thumbnail(paths[index], axes=self.config.data.axes)
+            return self.tile_map(paths[index], int(classes[index]))
+
+        return thumbnails(indices, paths, fast=self.fast, read=read)
 
 
 def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:

@@ -264,15 +264,11 @@ def _class_relevance(
 
 @torch.inference_mode()
 def tile_relevance(predictor: Predictor, image: TiledImage, classes: Sequence[int]) -> Tensor:
-    """The part of each tile in the logits of `classes`, (classes, rows, cols), where positive: its
-    share in the pooling times its own logit, of exclusive classes less the mean of all."""
+    """`TiledClassifier.relevance` of the tiles of an image, (classes, rows, cols)."""
     numbers, features = predictor.tile_features(image)
-    pool, head = predictor.model.tile_pool, predictor.model.head.weight
-    shares = pool.shares(features[None], torch.ones(1, len(features)).bool().to(features.device))[0]
-    head = head[classes] - (head.mean(dim=0) if predictor.thresholds is None else 0)
-    parts: Tensor = head @ (shares * features).T
-    maps = parts.new_zeros(len(classes), math.prod(image.shape))
-    maps[:, numbers] = parts.clamp(min=0)
+    exclusive = predictor.thresholds is None
+    maps: Tensor = features.new_zeros(len(classes), math.prod(image.shape))
+    maps[:, numbers] = predictor.model.relevance(features, classes, exclusive=exclusive)
     return maps.view(len(classes), *image.shape)
 
 

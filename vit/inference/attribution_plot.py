@@ -14,14 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import torch
 from einops import rearrange
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vit.atomic_files import explain_write_errors, open_atomic, write_text
-from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred
+from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred, overlay
 from vit.data.image_tiles import TiledImage
 from vit.data.preprocessing import to_tensor
 from vit.data.sources.file_walk import OUTPUT_MARKER
@@ -47,11 +45,6 @@ TILE = 208
 """Pixels of the longer side of an image in the plot."""
 MARGIN = 8
 MAX_COLS = 5
-HEAT = (255, 80, 0)
-MAX_HEAT = 0.85
-"""Share of HEAT at the largest weight."""
-CONTRAST = 0.75
-"""Contrast of the grey image below the colour."""
 MAX_STEM = 40
 """Characters of a file name, of four bytes at most: names have at most 255 bytes."""
 
@@ -191,14 +184,3 @@ def plot_attributions(
                 draw_centred(draw, text, (left + cell // 2, top + height + LINE_HEIGHT * line))
         top += tall
     return whole
-
-
-def overlay(image: Image.Image, weights: Tensor) -> Image.Image:
-    """A pale grey copy of `image`, coloured by `weights`, non-negative (rows, cols) of patches."""
-    largest = weights.max().clamp(min=torch.finfo(weights.dtype).tiny)
-    cells = Image.fromarray((weights / largest).numpy().astype(np.float32))
-    smooth = np.asarray(cells.resize(image.size, Image.Resampling.BILINEAR)).clip(0, 1)
-    share = MAX_HEAT * smooth[:, :, None]
-    grey = 255 - CONTRAST * (255 - np.asarray(image.convert("L"), dtype=np.float32))[:, :, None]
-    mixed = grey * (1 - share) + np.array(HEAT, dtype=np.float32) * share
-    return Image.fromarray(mixed.round().astype(np.uint8))

@@ -15,7 +15,7 @@ arXiv:1802.04712; learning from the highest-ranked tiles: Campanella et al., "Cl
 computational pathology", doi:10.1038/s41591-019-0508-1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,18 @@ class TiledClassifier(VisionTransformer):
         chunks = torch.split(images.flatten(0, 1), CHUNK)
         features = torch.cat([self.features(normalise(some)) for some in chunks])
         return features.view(*images.shape[:2], -1)
+
+    @torch.inference_mode()
+    def relevance(self, features: Tensor, classes: Sequence[int], *, exclusive: bool) -> Tensor:
+        """(tiles, dim) -> the part of each tile in the logits of `classes`, (classes, tiles), where
+        positive: its share in the pooling times its own logit, of `exclusive` classes less the mean
+        of all."""
+        there = torch.ones(1, len(features), dtype=torch.bool, device=features.device)
+        shares = self.tile_pool.shares(features[None], there)[0]
+        assert isinstance(self.head, nn.Linear)
+        weight = self.head.weight - (self.head.weight.mean(dim=0) if exclusive else 0)
+        parts: Tensor = weight[classes] @ (shares * features).T
+        return parts.clamp(min=0)
 
     def encode_bags(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(batch, tiles, channels, height, width) -> features (batch, tiles, dim), and which tiles

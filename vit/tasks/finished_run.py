@@ -1,6 +1,7 @@
 """A training whose last epoch is over, as its task completes and reports it."""
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 
 from vit.config import Config
+from vit.data.contact_sheet import overlay
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
+from vit.data.image_tiles import TiledImage
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups
-from vit.errors import DataError, VitError
+from vit.errors import BadImage, DataError, VitError
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
+from vit.evaluation.html_page import THUMBNAIL, Thumbnail, encode_thumbnail
 from vit.evaluation.intervals import number_groups
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature
@@ -158,8 +162,30 @@ class FinishedRun:
             flops=forward_flops(self.loaded.model, self.config.model),
             environment=self.environment,
             notes=(*self.splits.notes, *filter(None, [log.damage])),
+            tile_map=self.tile_map if self.config.data.tiles else None,
             tested="".join(self.task.format_test(one) for one in events if one["event"] == "test"),
         )
+
+    @torch.inference_mode()
+    def tile_map(self, path: str, label: int) -> Thumbnail | None:
+        """A large image under the map of its tiles for a class; None if unreadable."""
+        loaded, numbers, features = self.loaded, list[int](), []
+        model = loaded.model
+        assert isinstance(model, TiledClassifier)
+        try:
+            image = loaded.preprocessing.read(path)
+            assert isinstance(image, TiledImage)
+            for some, tiles in loaded.preprocessing.tile_chunks(image):
+                numbers += some
+                normalised = loaded.preprocessing.normalise(tiles.to(self.device))
+                features.append(model.features(normalised))
+            shown = image.thumbnail(THUMBNAIL)
+        except BadImage:
+            return None
+        exclusive, weights = loaded.thresholds is None, torch.zeros(math.prod(image.shape))
+        found = model.relevance(torch.cat(features), [label], exclusive=exclusive)
+        weights[numbers] = found[0].cpu()
+        return encode_thumbnail(overlay(shown, weights.view(image.shape)))
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Compute in the precision of inference."""
