@@ -1,6 +1,7 @@
 """What `vit check` finds: every planted fault, and none in a clean folder."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from tests.data.checks.test_duplicates import scene
@@ -372,6 +374,33 @@ def test_dark_flat_and_over_exposed_images_are_named(folder, tmp_path):
         "deep": [f"deep{number}.tif" for number in range(9)],
     }
     assert "values from about 1000 to 3999" in problem_of(reports[0], "deep").detail
+
+
+def test_each_channel_of_images_of_instruments_is_described(tmp_path):
+    random, stacks = np.random.default_rng(0), []
+    for number in range(8):
+        values = random.integers(100, 4000, (3, 20, 20), dtype=np.uint16)
+        values[1], values[2] = values[1] // 10 + 5000, 7
+        stacks.append(values)
+        place = tmp_path / "data" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        names = {"Name": ["DAPI", "red\n", "empty"]}
+        metadata = {"axes": "CYX", "Channel": names}
+        tifffile.imwrite(
+            place / f"{number}.ome.tif", values, photometric="minisblack", metadata=metadata
+        )
+    report = check_dataset(str(tmp_path / "data"), cache_folder=tmp_path / "cache")
+    again = check_dataset(str(tmp_path / "data"), cache_folder=tmp_path / "cache")
+    rows = again.to_dict()["statistics"]["channels"]
+    assert rows == report.to_dict()["statistics"]["channels"]
+    assert [row["constant"] for row in rows] == [False, False, True]
+    means = np.mean(stacks, axis=(0, 2, 3))
+    assert [row["mean"] for row in rows] == pytest.approx(means.tolist())
+    assert [rows[0]["low"], rows[0]["high"]] == pytest.approx([100, 4000], abs=25)
+    lines = report.lines(3)
+    assert lines[1].startswith("channel DAPI: 1")
+    assert lines[3] == "channel empty: constant, 7 in all images"
+    assert json.loads(json.dumps(rows)) == rows
 
 
 def test_images_of_several_classes_differ_in_their_labels():

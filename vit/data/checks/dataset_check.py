@@ -9,6 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vit.data.checks.check_listing import ALL, DatasetListing, ListedImage, list_dataset
 from vit.data.checks.duplicates import find_duplicates
 from vit.data.checks.image_stats import (
@@ -95,7 +97,7 @@ class CheckReport:
         captions = listing.spec is not None and listing.spec.captions
         classes = plural(len(listing.classes), "class", "classes")
         what = "with captions" if captions and not listing.classes else f"in {classes}"
-        lines = [f"{head} {what}"]
+        lines = [f"{head} {what}", *map(channel_line, summarize_channels([*self.stats.values()]))]
         if self.neighbour_agreement is not None:
             lines.append(
                 f"the nearest images by features have the same label for "
@@ -374,7 +376,35 @@ def summarize_stats(stats: Sequence[ImageStats]) -> dict[str, Any]:
         "alpha": share("alpha"),
         "greyscale": share("grey"),
         "blank": share("blank"),
+        **({"channels": channels} if (channels := summarize_channels(stats)) else {}),
     }
+
+
+def summarize_channels(stats: Sequence[ImageStats]) -> list[dict[str, Any]]:
+    """Each channel of the images of more than 8-bit RGB and grey: its range as training measures
+    it, and its mean; nothing if their numbers of channels differ."""
+    levels = [one.levels for one in stats if one.levels.channels is not None]
+    tables = [one.channels or [] for one in levels]
+    if len({len(table) for table in tables}) != 1:
+        return []
+    named, rows = {tuple(one.names or ()) for one in levels}, list[dict[str, Any]]()
+    names = named.pop() if len(named) == 1 else ()
+    for number, channel in enumerate(np.array(tables).transpose(1, 2, 0)):
+        lows, highs, means, least, most = channel.tolist()
+        found = common_range([*zip(lows, highs, strict=True)], whole=not levels[0].floating)
+        low, high = found or (min(least), max(most))
+        name = names[number] if names else str(number)
+        rows.append({"name": name, "low": low, "high": high, "mean": statistics.fmean(means)})
+        rows[-1]["constant"] = min(least) == max(most)
+    return rows
+
+
+def channel_line(row: Mapping[str, Any]) -> str:
+    """A row of `summarize_channels` for a terminal."""
+    if row["constant"]:
+        return f"channel {printable(row['name'])}: constant, {row['low']:g} in all images"
+    values = f"{row['low']:g} to {row['high']:g}, mean {row['mean']:g}"
+    return f"channel {printable(row['name'])}: {values}"
 
 
 def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:

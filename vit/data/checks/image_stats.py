@@ -26,6 +26,7 @@ from vit.data.image_io import (
     MAX_PIXELS,
     STACKS,
     Fingerprint,
+    check_header,
     has_more_frames,
     max_pixels,
     read_header,
@@ -38,7 +39,7 @@ from vit.paths import user_cache
 from vit.process_resources import usable_cores
 from vit.text import printable
 
-VERSION = 4
+VERSION = 5
 """Of the statistics; those of another version are computed again."""
 THUMBNAIL_SIDE = 32
 """Of the grey thumbnail, in pixels."""
@@ -71,6 +72,11 @@ class Levels(NamedTuple):
     """Largest difference between the values of 99.9 % and 0.1 % of the pixels of a channel."""
     floating: bool
     """Whether the values are floating-point numbers."""
+    channels: list[list[float]] | None = None
+    """Of a deep image: of each channel the values of 0.1 % and 99.9 % of the pixels, the mean, and
+    the smallest and largest value."""
+    names: list[str] | None = None
+    """Of the channels, where the file has them."""
 
 
 class ImageStats(NamedTuple):
@@ -117,7 +123,10 @@ def compute_stats(path: str, axes: str = "") -> StatsOrReason:
     try:
         header = read_header(path, axes)
         image = read_image(path, intensity_range="own", axes=axes)
-        levels = deep_levels(read_intensities(path, axes)) if header.deep else None
+        levels = None
+        if header.deep:
+            levels, stored = deep_levels(read_intensities(path, axes)), check_header(path, axes)
+            levels = levels._replace(names=[*stored.names] if stored else None)
         frames = header.format in STACKS and not axes and has_more_frames(path)
         digest = content_digest(path)
     except BadImage as bad:
@@ -160,7 +169,9 @@ def deep_levels(values: np.ndarray[Any, Any]) -> Levels:
     known = some[~np.isnan(some).any(axis=1)]  # pixels with values
     known = known if len(known) else np.zeros_like(some)
     low, shadow, high = np.quantile(known, LEVEL_SHARES, axis=0)
-    return _levels(low, shadow, high, floating=values.dtype.kind == "f")
+    table = np.stack([low, high, known.mean(0, np.float64), known.min(0), known.max(0)], axis=1)
+    found = _levels(low, shadow, high, floating=values.dtype.kind == "f")
+    return found._replace(channels=table.tolist())
 
 
 def _levels(low: Any, shadow: Any, high: Any, *, floating: bool) -> Levels:
