@@ -26,8 +26,7 @@ from vit.evaluation.temperature_scaling import MIN_IMAGES
 
 MAX_MISTAKES = 24
 MAX_ROWS = 2000
-FEW_MAPS = 6
-"""Images whose tiles are shown where no answer is wrong."""
+FEW_MAPS = 6  # of a run with tiles, where no answer is wrong
 
 
 def write_classification_report(

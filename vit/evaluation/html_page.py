@@ -9,7 +9,7 @@ import base64
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -117,15 +117,11 @@ def encode_thumbnail(image: Any, *, quality: int = 88) -> Thumbnail:
 
 
 def thumbnails(
-    indices: Iterable[int],
-    paths: Sequence[str],
-    *,
-    fast: bool = False,
-    read: Callable[[int], Thumbnail | None] | None = None,
+    indices: Iterable[int], read: Callable[[int], Thumbnail | None], *, fast: bool = False
 ) -> Iterator[tuple[int, Thumbnail | None]]:
-    """`indices` of `paths` with their thumbnails, lazily, without unreadable images; with `fast`
-    all of them, and no image is opened; `read` is instead of `read_thumbnail`."""
+    """`indices` of images with their thumbnails, lazily, without unreadable images; with `fast`
+    all of them, and no image is opened."""
     for index in indices:
-        image = None if fast else read(index) if read else read_thumbnail(paths[index])
+        image = None if fast else read(index)
         if fast or image is not None:
             yield index, image

@@ -58,7 +58,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.evaluation.exact_tests import Z95, binomial_tail, holm
-from vit.evaluation.html_page import render_page, thumbnails
+from vit.evaluation.html_page import read_thumbnail, render_page, thumbnails
 from vit.evaluation.intervals import (
     FEWEST_DEGREES,
     MIN_GROUPS,
@@ -429,7 +429,7 @@ class RunsComparison:
     def page(self) -> str:
         """The HTML page: the result in words, and images on which the networks differ."""
         ordered = sorted(self.disagreements, key=Disagreement.order)
-        readable = thumbnails(range(len(ordered)), [image.path for image in ordered])
+        readable = thumbnails(range(len(ordered)), lambda at: read_thumbnail(ordered[at].path))
         return render_page(
             "comparison_page.html.j2",
             heading=" and ".join(self.names) if len(self.names) == 2 else f"{len(self.names)} runs",

@@ -61,7 +61,7 @@ class RunFacts:
                 return read_thumbnail(paths[index], axes=self.config.data.axes)
             return self.tile_map(paths[index], int(classes[index]))
 
-        return thumbnails(indices, paths, fast=self.fast, read=read)
+        return thumbnails(indices, read, fast=self.fast)
 
 
 def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:

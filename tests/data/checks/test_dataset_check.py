@@ -399,7 +399,7 @@ def test_each_channel_of_images_of_instruments_is_described(tmp_path):
     assert [rows[0]["low"], rows[0]["high"]] == pytest.approx([100, 4000], abs=25)
     lines = report.lines(3)
     assert lines[1].startswith("channel DAPI: 1")
-    assert lines[3] == "channel empty: constant, 7 in all images"
+    assert lines[3] == "channel empty: 7 to 7, mean 7, constant"
     assert json.loads(json.dumps(rows)) == rows
 
 

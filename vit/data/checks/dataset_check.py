@@ -401,10 +401,8 @@ def summarize_channels(stats: Sequence[ImageStats]) -> list[dict[str, Any]]:
 
 def channel_line(row: Mapping[str, Any]) -> str:
     """A row of `summarize_channels` for a terminal."""
-    if row["constant"]:
-        return f"channel {printable(row['name'])}: constant, {row['low']:g} in all images"
     values = f"{row['low']:g} to {row['high']:g}, mean {row['mean']:g}"
-    return f"channel {printable(row['name'])}: {values}"
+    return f"channel {printable(row['name'])}: {values}{', constant' if row['constant'] else ''}"
 
 
 def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:
