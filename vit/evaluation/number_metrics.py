@@ -1,0 +1,92 @@
+"""Metrics of predicted numbers with intervals, and half widths of conformal intervals.
+
+    r2       = 1 - sum (true - predicted)² / sum (true - mean true)²
+    spearman = correlation of the ranks; equal numbers share the mean of their ranks
+    half width of a coverage = the ceil((n + 1) coverage)-th smallest |true - predicted|
+
+predicted ± half width contains the number of an image that is drawn as these n with probability of
+at least the coverage, and at most 1 / (n + 1) more where no two residuals are equal. Where images
+come in groups, it is that of an image of a new group: an image of n_g counts 1 / n_g, and n is the
+number of groups. All images are used, which a draw of one a group would not, and the bound holds
+for few groups too, unlike that of pooled distributions (Dunn, Wasserman and Ramdas).
+
+Source: Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", section 4.1, 2005; Lei
+et al., "Distribution-Free Predictive Inference for Regression", section 2.2, arXiv:1604.04173;
+groups: Lee, Barber and Willett, section 3, arXiv:2306.06342; Dunn et al., arXiv:1809.07441.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.evaluation.fit_calibration import set_levels
+from vit.evaluation.intervals import MIN_BOOTSTRAP_GROUPS, bootstrap, weighted_mean
+
+COVERAGES = (0.5, 0.8, 0.9, 0.95)
+"""Coverages of conformal intervals that have a half width."""
+
+
+def summarize_numbers(
+    predicted: Tensor, true: Tensor, groups: Tensor | None = None, *, brief: bool = False
+) -> dict[str, Any]:
+    """Scores of predicted numbers, as plain numbers that JSON takes.
+
+    An undefined score is None: `r2` and `spearman` of equal true numbers, as those of one image
+    are, and `spearman` of equal predictions. Fewer than 20 images, or groups, have no intervals.
+
+    Args:
+        predicted: In units of the target, (images,) float64; none is NaN.
+        true: As `predicted`.
+        groups: The group of each image, (images,); None of independent images.
+        brief: Without intervals.
+    """
+    errors, centred = predicted - true, true - true.mean()
+    places = [  # of the first equal number in order
+        torch.searchsorted(numbers.sort().values, numbers.contiguous())
+        for numbers in (predicted, true)
+    ]
+
+    def statistics(weights: Tensor) -> dict[str, Tensor]:
+        first, second = (_centred_ranks(place, weights) for place in places)
+        spreads = [(weights * ranks.square()).sum(dim=1) for ranks in (first, second)]
+        spearman = (weights * first * second).sum(dim=1) / (spreads[0] * spreads[1]).sqrt()
+        squares = weighted_mean(errors.square(), weights)
+        variance = weighted_mean(centred.square(), weights) - weighted_mean(centred, weights) ** 2
+        return {
+            "mae": weighted_mean(errors.abs(), weights),
+            "rmse": squares.sqrt(),
+            # the ranks of equal numbers are exactly 0 apart; their variance may be rounded
+            "r2": torch.where(spreads[1] > 0, 1 - squares / variance, torch.nan),
+            "spearman": spearman.clamp(-1, 1),
+        }
+
+    whole = statistics(torch.ones(1, len(true), dtype=torch.float64))
+    scores = {name: float(value) for name, value in whole.items()}
+    found: dict[str, Any] = {"count": len(true)}
+    found |= {name: value if math.isfinite(value) else None for name, value in scores.items()}
+    if brief:
+        return found
+    few = len(true) < MIN_BOOTSTRAP_GROUPS
+    intervals = bootstrap(len(true), statistics, groups=groups, few=few)
+    return found | {f"{name}_interval": limits for name, limits in intervals.items()}
+
+
+def _centred_ranks(places: Tensor, weights: Tensor) -> Tensor:
+    """Ranks less their mean in draws, (draws, images), of numbers by their `places`, (images,)."""
+    counts = torch.zeros_like(weights).index_add_(1, places, weights)
+    ranks = (counts.cumsum(dim=1) - counts / 2)[:, places]
+    return ranks - ((weights * ranks).sum(dim=1) / weights.sum(dim=1)).unsqueeze(1)
+
+
+def conformal_half_widths(residuals: Tensor, groups: Tensor | None = None) -> dict[float, float]:
+    """Half width of the interval of each of COVERAGES that the images, or groups, can prove.
+
+    Args:
+        residuals: |true - predicted| of images that the network has not learned from, (images,).
+        groups: The group of each image, (images,); None of independent images.
+    """
+    levels = set_levels(residuals, COVERAGES, groups)
+    pairs = zip(COVERAGES, levels, strict=True)
+    return {coverage: level for coverage, level in pairs if level is not None}
