@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 from sklearn import metrics
+from torch.nn import functional as F
 
 from tests.evaluation.drawn import draw_scores
 from vit.evaluation.classification_metrics import (
@@ -16,6 +17,7 @@ from vit.evaluation.classification_metrics import (
     chance_calibration_error,
     compare_recall,
     debiased_error,
+    quadratic_weighted_kappa,
     ranking,
     recall_lines,
     reliability,
@@ -204,3 +206,25 @@ def test_the_table_for_a_terminal_escapes_names_and_has_the_worst_classes():
         compare_recall(change, Outcomes.of(probabilities[29:], labels[29:]), names, {})
     )
     assert few[-1].split() == ["new\\x1b", "1", "-", "100.0%"]
+
+
+@pytest.mark.parametrize("grades", [2, 3, 5, 12])
+def test_kappa_equals_scikit_learn(grades):
+    generator = np.random.default_rng(grades)
+    true = generator.integers(0, grades, 300)
+    answers = (true + generator.normal(0, 1, 300)).round().clip(0, grades - 1).astype(int)
+    confusion = torch.tensor(metrics.confusion_matrix(true, answers, labels=range(grades)))
+    expected = metrics.cohen_kappa_score(true, answers, weights="quadratic")
+    assert quadratic_weighted_kappa(confusion) == pytest.approx(expected)
+    absent = F.pad(confusion, (1, 2, 1, 2))  # grades without an image or an answer
+    assert quadratic_weighted_kappa(absent) == pytest.approx(expected)
+
+
+def test_kappa_of_few_grades():
+    def kappa(confusion):
+        return quadratic_weighted_kappa(torch.tensor(confusion))
+
+    assert kappa([[4, 0], [0, 3]]) == 1
+    assert kappa([[0, 3], [3, 0]]) == -1
+    assert kappa([[0, 0, 0], [2, 0, 3], [0, 0, 0]]) == 0  # one grade, two answers
+    assert kappa([[0, 0], [0, 7]]) is kappa([[7]]) is kappa([[0, 0], [0, 0]]) is None

@@ -177,6 +177,25 @@ def class_scores(label: str, hits: float, count: float, answered: float) -> dict
     }
 
 
+def quadratic_weighted_kappa(confusion: Tensor) -> float | None:
+    """Agreement of grades beyond chance, 1 at most; None if all images have one grade and answer.
+
+        1 - sum (i - j)² images_ij / sum (i - j)² expected_ij
+
+    Args:
+        confusion: Images by grade and answer, (grades, grades), both in order.
+
+    Source: Cohen, "Weighted Kappa", Psychological Bulletin 70, 1968.
+    """
+    images = confusion.double()
+    expected = images.sum(dim=1).outer(images.sum(dim=0)) / images.sum()
+    grades = torch.arange(len(images), dtype=torch.float64)
+    costs = (grades.unsqueeze(1) - grades).square()
+    by_chance = float((costs * expected).sum())
+    # NaN without images
+    return 1 - float((costs * images).sum()) / by_chance if by_chance > 0 else None
+
+
 def calibration_error(confidences: Tensor, right: Tensor) -> float:
     """Mean distance between confidence and accuracy, over equally wide bins of confidence.
 
