@@ -191,8 +191,7 @@ def quadratic_weighted_kappa(confusion: Tensor) -> float | None:
     expected = images.sum(dim=1).outer(images.sum(dim=0)) / images.sum()
     grades = torch.arange(len(images), dtype=torch.float64)
     costs = (grades.unsqueeze(1) - grades).square()
-    by_chance = float((costs * expected).sum())
-    # NaN without images
+    by_chance = float((costs * expected).sum())  # NaN without images
     return 1 - float((costs * images).sum()) / by_chance if by_chance > 0 else None
 
 

@@ -135,8 +135,8 @@ def logit_adjusted_cross_entropy(
 def corn_loss(logits: Tensor, grades: Tensor, num_grades: int) -> Tensor:
     """Sum over the batch of -log P(grade).
 
-    The terms are the paper's. Their sum is divided by the images, not by the number of terms, which
-    is another one in each micro-batch, and in which images of high grades have more.
+    The terms are the paper's, which divides their sum by their number: it differs by micro-batch,
+    as images of high grades have more terms.
 
     Args:
         logits: (batch, num_grades - 1).
