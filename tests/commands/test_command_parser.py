@@ -88,7 +88,7 @@ def test_data_are_read_by_the_same_flags_everywhere(command, tmp_path):
     words = [*POSITIONAL.get(command, ()), "DATA", *flags, "--allow-outside"]
     more = ["--to", "folder", "--out", str(tmp_path)] if command == "data" else []
     spec = dataset_spec(parser.parse([*words, *more]))
-    found = {**vars(spec), "labels": spec.label_list}
+    found = {**vars(spec), "labels": spec.label_list, "target": ",".join(spec.target)}
     assert {name: found[name] for name in values} == {name: name.upper() for name in values}
     assert spec.allow_outside
     assert spec.split == (None if command in ("check", "data") else "val")

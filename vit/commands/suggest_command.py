@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_fields(parser, Options)
     add_json_option(parser, "where the choice is written as JSON; an older file is replaced")
-    add_data_options(parser, without=("caption_column", "labels", "group"))
+    add_data_options(parser, without=("caption_column", "target", "labels", "group"))
     add_setting(parser, all_settings()["exclude"])
     add_max_pixels(parser)
     add_fields(parser, InferenceConfig, only=("batch_size", "device", "precision", "workers"))

@@ -16,6 +16,8 @@ CHANNEL_SETTINGS = (
     *("channel_ranges", "channel_mean", "channel_std"),
 )
 """How the values of images of instruments are read."""
+ENDS = ("low", "high")
+"""What follows the name of a target in the columns of its interval."""
 WHOLE = ("pad", "native")
 """Values of `resize` that keep the whole image."""
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
@@ -46,6 +48,8 @@ class SourceConfig(Section):
     """Image column of a list; found by its usual names when left empty."""
     label_column: str | None = None
     """Class column of a list; found by its usual names when left empty."""
+    target: tuple[str, ...] = setting((), tasks=LABEL_TASKS)
+    """Columns of a list that are asked of an image: numbers, or the classes."""
     caption_column: str | None = None
     """Caption column of a list or table; found by its usual names when left empty."""
     allow_outside: bool = False
@@ -58,6 +62,13 @@ class SourceConfig(Section):
     """List of the labelled images (image, label), such as that of vit suggest; no other is used."""
     group: str | None = None
     """Column of a list, or regex over paths; equal values share a split, and count as one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [name.lower() for name in self.target]
+        answers = ["image", "error", *(f"{name}_{end}" for name in names for end in ENDS)]
+        if len({*names, *answers}) < len(names) + len(answers):
+            self.refuse("target", "the columns of answers need different names; rename one")
 
 
 @dataclass(frozen=True, kw_only=True)

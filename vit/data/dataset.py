@@ -49,7 +49,8 @@ class Batch(NamedTuple):
     """As their transform returns them, (batch, channels, height, width); on the device where they
     are cached there. With `sizes` each channel begins with the pixels of its image, row by row."""
     labels: Tensor
-    """Class indices, (batch,); for multi-label data 0 and 1 as uint8, (batch, classes)."""
+    """Class indices, (batch,); for multi-label data 0 and 1 as uint8, (batch, classes); numbers as
+    float32, (batch, targets), NaN where an image has none."""
     indices: Tensor
     """Indices of the samples, (batch,)."""
     positions: Tensor
@@ -82,11 +83,13 @@ class ImageDataset(Dataset[Batch]):
         names = [os.fsencode(sample.path) for sample in samples]
         self.names = b"".join(names)
         self.ends = np.cumsum([0, *map(len, names)])
-        self.labels: Tensor | MultiHot = (
-            torch.tensor([sample.label for sample in samples])
-            if classes is None
-            else MultiHot(map(labels_of, samples), classes)
-        )
+        self.labels: Tensor | MultiHot
+        if classes is not None:
+            self.labels = MultiHot(map(labels_of, samples), classes)
+        elif any(sample.numbers for sample in samples):
+            self.labels = torch.tensor([sample.numbers for sample in samples], dtype=torch.float32)
+        else:
+            self.labels = torch.tensor([sample.label for sample in samples])
         self.transform_for = transform_for
         self.seed = seed
         self.caption_ids = caption_ids

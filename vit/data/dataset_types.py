@@ -26,6 +26,8 @@ class Sample:
     captions: tuple[str, ...] = ()
     labels: tuple[int, ...] = ()
     """Sorted class indices of a multi-label image, possibly none."""
+    numbers: tuple[float, ...] = ()
+    """Of the columns `DatasetSpec.numbers`; NaN of an empty cell."""
 
 
 ImagesByClass = dict[str, list[str]]
@@ -43,6 +45,8 @@ class ImageRecord(NamedTuple):
     captions: tuple[str, ...] = ()
     cells: tuple[str, ...] = ()
     """Of the columns `DatasetSpec.columns` of a list, or empty."""
+    numbers: tuple[float, ...] = ()
+    """As `Sample.numbers`."""
 
 
 class ImageFile(NamedTuple):
@@ -86,6 +90,8 @@ class DatasetIndex:
     """Columns of its lists that are not read, for messages."""
     unlabelled: list[ImageRecord] = field(default_factory=list)
     """Training images without a label, if `DatasetSpec.unlabelled`; they are in no split."""
+    units: tuple[str, ...] = ()
+    """As `Splits.units`."""
 
     @property
     def train(self) -> list[ImageRecord]:
@@ -121,6 +127,8 @@ class Splits:
     """Scores of a teacher for the training images, (images, classes); see vit.training.teacher."""
     test: tuple[Sample, ...] = ()
     """Images of `test` where the validation images are held out: measured after the training."""
+    units: tuple[str, ...] = ()
+    """Unit of each of the numbers of the images, such as cm, or empty."""
 
 
 def labels_of(sample: Sample) -> tuple[int, ...]:

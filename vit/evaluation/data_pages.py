@@ -22,7 +22,7 @@ def check_page(report: CheckReport) -> str:
     """The problems of a dataset, with thumbnails."""
     listing = report.listing
     heading = listing.root.resolve().name or str(listing.root)
-    if listing.spec is not None and is_list(listing.spec.data):
+    if listing.spec is not None and is_list(listing.spec.data, listing.spec.numbers):
         heading = Path(listing.spec.data).name
     problems = {
         kind: [problem for problem in report.problems if problem.kind == kind]

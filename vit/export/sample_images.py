@@ -111,7 +111,7 @@ def _training_paths(job: ExportJob, data: str) -> list[str]:
         return [sample.path for sample in open_eval_split(spec, split="train", classes=classes)[0]]
     if is_list(data):
         spec = evaluated_spec(task, run_folder_of(job.source), spec, classes)
-        spec = replace(spec, split=None, labels=False, label_column=None)
+        spec = replace(spec, split=None, labels=False, label_column=None, target=())
         return [record.path for record in read_source(spec).train]
     return list_images([data])
 

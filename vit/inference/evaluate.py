@@ -136,7 +136,7 @@ def evaluate(
         scores = measured()
     else:
         names = predictor.task.label_names(spec, predictor.classes)
-        cells = list_rows(full_spec) if is_list(full_spec.data) else {}
+        cells = list_rows(full_spec) if is_list(full_spec.data, full_spec.numbers) else {}
         rows = EvaluationRows(predictor, samples, names, style, config, csv=csv, cells=cells)
         scores = _measure_with_rows(measured, rows, config.out)
     if config.corruptions:

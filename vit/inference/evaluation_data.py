@@ -15,7 +15,7 @@ from vit.data.sources.open_dataset import open_eval_split, read_source
 from vit.data.sources.split_file import read_split
 from vit.errors import ConfigError, VitError
 from vit.inference.predictor import PathLike, Predictor, source_run
-from vit.tasks.task import Task
+from vit.tasks.task import Task, get_task
 from vit.text import Notify, ignore, plural, printable
 from vit.weights.saved_model import LoadedRun
 
@@ -92,14 +92,15 @@ def with_training_settings(
     own = own or (split is not None and split.lies_in(Path(spec.data)))
     stored, files = DatasetSpec.from_config(data), ("exclude", "corrections", "label_list")
     columns: tuple[str, ...] = ("image_column", "label_column", "caption_column")
-    usable = columns if own or is_list(spec.data) else ()
+    numbers = () if spec.labels or spec.captions else spec.target or stored.target
+    usable = columns if own or is_list(spec.data, numbers) else ()
     if own:
         for note in changed_lists:
             notify(note)
         lists = [name for name in ("images", *files) if os.path.exists(getattr(stored, name) or "")]
         usable = (*columns, *lists, "allow_outside", "group")
     chosen = {name: getattr(spec, name) or getattr(stored, name) for name in usable}
-    found = dataclasses.replace(spec, **chosen)
+    found = dataclasses.replace(spec, **chosen, target=numbers or spec.target)
     named = own or Path(spec.data).name == Path(data.data).name  # lists of other data are of no use
     columns = () if Path(spec.data).is_dir() else columns
     missing = [
@@ -132,7 +133,8 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
     if not any(path.startswith(inside) for path in paths - held_out):
         return 0
     try:
-        index = read_source(DatasetSpec.from_config(stored_config(run).data))
+        config = stored_config(run)
+        index = read_source(get_task(config.training.task).dataset_spec(config))
     except VitError:
         return 0
     learned = {one.path for one in index.train}
@@ -145,7 +147,7 @@ def count_trained_on(run: Path, samples: Sequence[Sample]) -> int:
 def column_cells(spec: DatasetSpec, columns: Sequence[str]) -> dict[str, dict[str, str]]:
     """The cells of columns of a list, by column and by the path of the image."""
     found: dict[str, dict[str, str]] = {}
-    if columns and is_list(spec.data):
+    if columns and is_list(spec.data, spec.numbers):
         index = read_source(dataclasses.replace(spec, columns=tuple(columns)))
         records = [*itertools.chain.from_iterable(index.splits.values())]
         cells = zip(*(record.cells for record in records), strict=True)

@@ -164,6 +164,8 @@ def suggest(
         raise ConfigError(f"order={printable(order)!r}: choose one of {', '.join(ORDERS)}")
     column = source.label_column if labels is not None else None  # else labels are ignored
     spec = as_dataset_spec(data, source=dataclasses.replace(source, label_column=column))
+    if spec.target:
+        raise ConfigError(f"target={','.join(spec.target)}: no numbers are read; leave it out")
     spec = dataclasses.replace(spec, labels=False)
     if labels is not None:
         spec = dataclasses.replace(spec, label_list=labels, unlabelled=True)

@@ -140,12 +140,12 @@ def make_training(
 
 
 def fingerprint(splits: Splits) -> dict[str, Any]:
-    """SHA-256 of paths and labels of all images, and the number of images."""
+    """SHA-256 of paths, labels and numbers of all images, and the number of images."""
     lines = [str(splits.classes)]
     for sample in (*splits.train, *splits.val):
         labels = sample.labels if splits.multilabel else [sample.label]
         names = [relative(sample.path, splits.root), ",".join(map(str, labels))]
-        lines.append("\t".join([*names, *sample.captions]))
+        lines.append("\t".join([*names, *sample.captions, *map(repr, sample.numbers)]))
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}
 

@@ -69,6 +69,7 @@ class DatasetSpec:
     image_column: str | None = None
     label_column: str | None = None
     caption_column: str | None = None
+    target: tuple[str, ...] = ()
     group: str | None = None
     allow_outside: bool = False
     multilabel: bool | None = None
@@ -97,6 +98,8 @@ class DatasetSpec:
     """Whether training images that `label_list` does not label are kept: a teacher labels them."""
     columns: tuple[str, ...] = ()
     """More columns of a list to read, into `ImageRecord.cells`."""
+    units: tuple[str, ...] = ()
+    """Units that the numbers are expected in; those without one are taken to be."""
     problems: Problems = field(default=None, compare=False)
     """Receives what is wrong, which is skipped; None: the first error is raised."""
 
@@ -118,6 +121,7 @@ class DatasetSpec:
             data.image_column,
             data.label_column,
             data.caption_column,
+            data.target,
             data.group,
             data.allow_outside,
             multilabel,
@@ -130,6 +134,11 @@ class DatasetSpec:
             corrections=data.corrections,
             label_list=data.labels,
         )
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The columns that are read as numbers: `target`, where no classes are."""
+        return () if self.labels or self.captions else self.target
 
     def select_splits(self, available: Collection[str]) -> list[str]:
         """The splits to read, of the `available` ones; the empty name is an undivided dataset."""
@@ -154,7 +163,7 @@ def as_dataset_spec(
 ) -> DatasetSpec:
     """The DatasetSpec of the arguments of a Python call, or `data` if it is one."""
     given |= {} if source is None else vars(source)
-    chosen = {name: value for name, value in given.items() if value not in (None, False, "")}
+    chosen = {name: value for name, value in given.items() if value not in (None, False, "", ())}
     if "labels" in chosen:
         chosen["label_list"] = chosen.pop("labels")
     if isinstance(data, DatasetSpec):

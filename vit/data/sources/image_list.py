@@ -19,8 +19,9 @@ The data flow, the same for all:
 """
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,9 +56,10 @@ from vit.data.sources.list_files import (
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
+from vit.data.sources.number_columns import read_numbers
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
-from vit.text import plural, printable, without_formula_guards
+from vit.text import join_names, plural, printable, without_formula_guards
 
 
 class Entry(NamedTuple):
@@ -74,6 +76,8 @@ class Entry(NamedTuple):
     """In the order of the list; they may be empty or repeated."""
     cells: tuple[str, ...] = ()
     """Of the columns `DatasetSpec.columns`, or empty."""
+    numbers: tuple[Any, ...] = ()
+    """Of the columns `DatasetSpec.numbers`; the cells themselves until all lines are read."""
     labelled: bool = True
     """Whether the line says which classes the image has, or that it has none of them."""
 
@@ -95,6 +99,8 @@ class ImageList:
     is_table: bool = False
     multilabel: int = 0
     """The first line with several classes, or 0."""
+    units: tuple[str | None, ...] = ()
+    """Of the numbers; None of those that are all empty."""
     relabelled: list[tuple[str, Entry, Entry]] = field(default_factory=list)
     """Images that have another class in another line, and both lines."""
     bad: BadLines = field(default_factory=BadLines)
@@ -140,6 +146,10 @@ class ImageList:
                 text = f"{row.name} is in two {what}s, {both}"
                 self.report("contradiction", wrong(self.path, text, row.line), image)
                 return False
+        if earlier.numbers != row.numbers:
+            text = f"{row.name} has other numbers in line {earlier.line}; correct one of them"
+            self.report("contradiction", wrong(self.path, text, row.line), image)
+            return False
         same = {*earlier.labels} == {*row.labels}
         if same and not self.has_captions:
             self._report_repeated(image, earlier, row)
@@ -237,6 +247,8 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
             _add_row(contents, row, _columns_of(row, contents, columns, spec), spec)
         except DataError as error:
             on_error(error)
+    if spec.numbers and contents.columns:
+        _read_numbers(contents, contents.columns.numbers, notes)
     contents.bad.raise_all()
     if not contents.rows and not contents.problems:
         what = "no captions" if spec.captions else "no images"
@@ -244,6 +256,33 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
     if contents.is_table:
         notes += comma_notes(path, (entry.labels for entry in contents.rows))
     return contents
+
+
+def _read_numbers(contents: ImageList, names: Sequence[str], notes: list[str]) -> None:
+    """Replace the cells of columns of numbers by their numbers, or report their errors."""
+    rows = contents.rows
+    lines = [row.line for row in rows]
+    cells = zip(*(row.numbers for row in rows), strict=True)
+    columns = [read_numbers(one, lines, is_table=contents.is_table) for one in cells]
+    contents.units, contents.rows = tuple(column.unit for column in columns), []
+    for name, column in zip(names, columns, strict=False):
+        forms = [f"in {column.unit}"] if column.unit else []
+        forms += ["with decimal commas"] if column.decimal_commas else []
+        if forms and not column.errors:
+            said = f"{printable(name.strip())}: {' and '.join(forms)}"
+            notes.append(f"{printable(contents.path)}: numbers of {said}")
+    for place, row in enumerate(rows):
+        numbers = tuple(column.values[place] for column in columns)
+        found = zip(names, columns, strict=True)
+        errors = [
+            f"{name.strip()}: {one.errors[place]}" for name, one in found if place in one.errors
+        ]
+        if not errors and all(map(math.isnan, numbers)):
+            errors = [f"nothing in {join_names(names)}; fill it in, or leave the line out"]
+        if errors:
+            contents.report("bad_line", wrong(contents.path, errors[0], row.line), row.name)
+        else:
+            contents.rows.append(row._replace(numbers=numbers))
 
 
 def _columns_of(
@@ -301,9 +340,10 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
         contents.report("bad_line", error, name)
         return
     labelled, labels = labels is not None, labels or ()
+    numbers = tuple(values.get(column) for column in columns.numbers)
     contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
     contents.rows.append(
-        Entry(name, line, labels, split, group, tuple(captions), (*cells,), labelled)
+        Entry(name, line, labels, split, group, (*captions,), (*cells,), numbers, labelled)
     )
 
 
@@ -357,7 +397,9 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     for one in placed:
         for path, entry in one.contents.entries.items():
             split = one.split or entry.split
-            record = ImageRecord(path, entry.labels, entry.group, entry.captions, entry.cells)
+            record = ImageRecord(
+                path, entry.labels, entry.group, entry.captions, entry.cells, entry.numbers
+            )
             splits.setdefault(split, []).append(record)
             column = f" (split {split})" if entry.split and not one.split else ""
             locations.setdefault(split, printable(one.contents.path) + column)
@@ -375,8 +417,32 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
     kind = "list" if len(placed) > 1 or spec.captions else "split"
     columns = dict.fromkeys(name for one in lists if one.columns for name in one.columns.unused)
     return DatasetIndex(
-        root, splits, locations, notes, bool(multilabel), all(grouped), kind, (*columns,)
+        root,
+        splits,
+        locations,
+        notes,
+        bool(multilabel),
+        all(grouped),
+        kind,
+        (*columns,),
+        units=_common_units(lists, spec),
     )
+
+
+def _common_units(lists: Sequence[ImageList], spec: DatasetSpec) -> tuple[str, ...]:
+    """The unit of each column of numbers, the same in all lists."""
+    found = []
+    for place, name in enumerate(spec.numbers):
+        units = {one.units[place]: one.path for one in lists if one.units}
+        units.pop(None, None)
+        expected = spec.units[place] if spec.units else None
+        if expected is not None and {*units} - {"", expected}:
+            units[expected] = "the training"
+        if len(units) > 1:
+            both = join_names(f"{unit or 'no unit'} in {path}" for unit, path in units.items())
+            raise DataError(f"target={name}: {both}; write all numbers in one unit, or none")
+        found.append(next(iter(units), None) or "")
+    return tuple(found)
 
 
 def _with_folder_labels(
@@ -432,6 +498,15 @@ def list_rows(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
         entries = contents.entries.items()
         found |= {path: rows[entry.line] for path, entry in entries if entry.line}
     return found
+
+
+def target_cells(spec: DatasetSpec) -> Iterator[tuple[Row, list[Any], str]]:
+    """The rows of all lists, with their cells of the columns `spec.numbers`, and their list."""
+    for path in find_lists(spec).files.values():
+        columns: tuple[str, ...] = ()
+        for row in read_rows(path, spec, []):
+            columns = columns or choose_columns(row.names, path, row.header, spec).numbers
+            yield row, [row.values.get(name) for name in columns], path
 
 
 def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[PlacedList]:

@@ -66,6 +66,8 @@ class Columns:
     unused: tuple[str, ...]
     more: tuple[str, ...] = ()
     """Those of `DatasetSpec.columns`, in its order."""
+    numbers: tuple[str, ...] = ()
+    """Those of `DatasetSpec.numbers`."""
 
 
 def image_column(names: Sequence[str]) -> str:
@@ -124,14 +126,19 @@ def pick_column(
     found = find_column(free, given) if given else match_name(free, role.usual)
     if found:
         return found
-    plain = [name.strip() for name in (free if given else names)]
-    has = join_names(plain, 8) or "none"
     if given:
-        hint = nearest(given, plain)
-        raise wrong(path, f"{role.setting}={given}: no such column among {has}{hint}", line)
+        raise no_column(role.setting, given, free, path, line)
+    has = join_names([name.strip() for name in names], 8) or "none"
     flag = f"--{role.setting.replace('_', '-')}"
     advice = f"expected {', '.join(role.usual[:3])}, or say which with {flag}{more}"
     raise wrong(path, f"no column of {role.kind} among {has}; {advice}", line)
+
+
+def no_column(setting: str, given: str, names: Sequence[str], path: str, line: int) -> DataError:
+    """The error for a column that the user names and a list does not have."""
+    plain = [name.strip() for name in names]
+    has, hint = join_names(plain, 8) or "none", nearest(given, plain)
+    return wrong(path, f"{setting}={given}: no such column among {has}{hint}", line)
 
 
 def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
@@ -148,24 +155,29 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
         label = pick_column(CLASSES, names, spec, path, line, free=others, more=more)
     elif spec.captions:
         label = match_name(others, CAPTIONED_CLASS_COLUMNS)
-    else:
+    elif not spec.numbers:
         label = match_name(others, CLASS_COLUMNS)
+    numbers = tuple(find_column(others, target) for target in spec.numbers)
+    for target, found in zip(spec.numbers, numbers, strict=True):
+        if not found:
+            raise no_column("target", target, others, path, line)
     group = find_column(names, spec.group) if spec.group else ""
     split = match_name(names, (SPLIT_COLUMN,))
     more_columns = tuple(find_column(names, column) for column in spec.columns)
-    used = {image, *captions, label, split, group, *more_columns}
+    used = {image, *captions, label, split, group, *more_columns, *numbers}
     unused = [name.strip() or "one without a name" for name in names if name not in used]
-    return Columns(image, captions, label, split, group, (*dict.fromkeys(unused),), more_columns)
+    unused = [*dict.fromkeys(unused)]
+    return Columns(image, captions, label, split, group, (*unused,), more_columns, numbers)
 
 
 def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:
     """Which columns of a list are not read."""
-    if not columns.unused or not (spec.labels or spec.captions):
+    if not columns.unused or not (spec.labels or spec.captions or spec.numbers):
         return []
     unused = join_names(columns.unused)
     read = f"classes from {printable(columns.label)}"
-    if columns.captions:
-        read = f"captions from {join_names([name.strip() for name in columns.captions])}"
+    for kind, names in (("captions", columns.captions), ("numbers", columns.numbers)):
+        read = f"{kind} from {join_names([name.strip() for name in names])}" if names else read
     return [f"{printable(path)}: {read}; not used: {unused}"]
 
 
@@ -197,9 +209,10 @@ def check_record(
         if found and found != column:
             text = f"this record has {found!r}, the first one does not"
             raise wrong(path, f"{text}; give every record the same keys", line)
-    for column in (columns.group, columns.label if spec.labels and not spec.captions else ""):
+    label = columns.label if spec.labels and not spec.captions else ""
+    for column in (columns.group, label, *columns.numbers):
         if column and column not in names:
-            none = '[] for none of the classes, "" for no label yet, null for no group'
+            none = '[] for none of the classes, "" for no label yet, null for no group or number'
             raise wrong(path, f"no {column!r} in this record; write {none}", line)
 
 

@@ -60,10 +60,10 @@ class ListFiles:
     """Folder that names of images in a split are relative to; None: that of the images."""
 
 
-def is_list(data: str) -> bool:
-    """Whether `data` is a list of images and classes, or a folder with one per split."""
+def is_list(data: str, numbers: tuple[str, ...] = ()) -> bool:
+    """Whether `data` is a list of images and classes or `numbers`, or a folder of one a split."""
     if os.path.isdir(data):
-        return bool(_class_lists(data))
+        return bool(_class_lists(data, numbers))
     return named_source(data) == "list" and os.path.lexists(data)
 
 
@@ -82,7 +82,7 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
         return _find_caption_lists(spec)
     if not os.path.isdir(spec.data):
         return ListFiles({"": spec.data}, [])
-    files = _class_lists(spec.data)
+    files = _class_lists(spec.data, spec.numbers)
     notes = [
         f"read the lists {join_names(map(os.path.basename, files.values()), 9)} of {spec.data}"
     ]
@@ -94,8 +94,8 @@ def find_lists(spec: DatasetSpec) -> ListFiles:
     return ListFiles(files, notes)
 
 
-def _class_lists(folder: str) -> dict[str, str]:
-    """The lists of classes directly in `folder`, by split.
+def _class_lists(folder: str, numbers: tuple[str, ...]) -> dict[str, str]:
+    """The lists of classes, or of `numbers`, directly in `folder`, by split.
 
     Empty without a list for train, or if `train` is a folder of class folders, which are read then.
     """
@@ -104,7 +104,7 @@ def _class_lists(folder: str) -> dict[str, str]:
     for name in sorted(name for name in _listed(folder) if name.lower().endswith(LIST_SUFFIXES)):
         split = SPLIT.fullmatch(os.path.splitext(name.lower())[0])
         path = os.path.join(folder, name)
-        if not split or not has_classes(path):
+        if not split or not has_classes(path, numbers):
             continue
         if split[1] in found:
             both = join_names([found[split[1]], path])

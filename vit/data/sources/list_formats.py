@@ -106,9 +106,9 @@ def find_delimiter(header: str) -> str:
     return max(DELIMITERS, key=score)
 
 
-def has_classes(path: str) -> bool:
-    """Whether the file starts like a list of images and classes."""
-    return _has_columns(path, DatasetSpec(path))
+def has_classes(path: str, numbers: tuple[str, ...] = ()) -> bool:
+    """Whether the file starts like a list of images and classes, or of these `numbers`."""
+    return _has_columns(path, DatasetSpec(path, labels=not numbers, target=numbers))
 
 
 def has_captions(path: str, spec: DatasetSpec | None = None) -> bool:

@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from vit.data.dataset_types import (
     NO_LABEL,
@@ -43,11 +44,13 @@ from vit.data.sources.dataset_warnings import (
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
-from vit.data.sources.image_list import images_in, lines_of, read_lists
+from vit.data.sources.image_list import images_in, lines_of, read_lists, target_cells
 from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
+from vit.data.sources.number_columns import split_cell
 from vit.data.sources.split_file import HeldOutSplit
+from vit.data.sources.table_reader import wrong
 from vit.data.sources.tar_shards import (
     list_shard_images,
     read_shards,
@@ -70,19 +73,27 @@ READERS: dict[str, Callable[[DatasetSpec], DatasetIndex]] = {
     "folder": read_folder,
 }
 """By source; the last also reads built-in sets, and refuses what is not there."""
+MOST_NUMBERS = 0.9
+"""Share of numbers beyond which a text in their column is a mistake."""
 OF_LISTS = ("allow_outside", "images", "image_column", "label_column")
 """Settings of lists only; a table of the hub has columns too."""
 
 
-def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of a source of this kind, of the splits that are needed."""
+def _check_settings(source: str, spec: DatasetSpec) -> None:
+    """Refuse settings of lists where another source is read."""
     refused = {"list": (), "hub": OF_LISTS[:2]}.get(source, OF_LISTS)
-    for name in refused:
-        if (value := getattr(spec, name)) not in (None, False):
+    for name in (*refused, "numbers") if source != "list" else ():
+        if (value := getattr(spec, name)) not in (None, False, ()):
+            text = f"{name}={value!r}" if name != "numbers" else f"target={','.join(value)}"
             raise ConfigError(
-                f"{name}={value!r}: {spec.data} is not a list; leave it out, or give a list "
+                f"{text}: {spec.data} is not a list; leave it out, or give a list "
                 "(.csv, .jsonl, .xlsx)"
             )
+
+
+def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of a source of this kind, of the splits that are needed."""
+    _check_settings(source, spec)
     index = READERS[source](spec)
     if source not in ("hub", "shards"):
         return index
@@ -90,14 +101,14 @@ def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
     return dataclasses.replace(index, splits=splits, split_kind="split")
 
 
-def source_of(data: str, *, captions: bool = False) -> str:
+def source_of(data: str, *, captions: bool = False, numbers: tuple[str, ...] = ()) -> str:
     """The source that DATA is of, a key of READERS."""
     is_folder = os.path.isdir(data)
     if captions and is_folder and has_caption_lists(data):
         return "list"
     source = "shards" if is_folder and shards_in_folder(data) else named_source(data)
     if source in ("", "list"):
-        source = "list" if captions or is_list(data) else "folder"
+        source = "list" if captions or is_list(data, numbers) else "folder"
     return source
 
 
@@ -141,7 +152,13 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
 
 def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
     """Index all images of any source; and the specification for `apply_review`."""
-    source = source_of(spec.data, captions=spec.captions)
+    source = source_of(spec.data, captions=spec.captions, numbers=spec.numbers)
+    if spec.target not in (spec.numbers, (spec.label_column,)):
+        found = "captions" if spec.captions else "classes"
+        raise ConfigError(
+            f"target={','.join(spec.target)}: {found} are read here, and no numbers; leave it out"
+            + (", or name the column of classes with --label-column" if spec.labels else "")
+        )
     if not spec.captions:
         refuse_captions(spec.data)
     if spec.caption_column is not None and not spec.captions:
@@ -150,9 +167,10 @@ def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
             "learn them with --task caption"
         )
     if spec.label_list is not None:
-        if spec.captions:
+        if spec.captions or spec.numbers:
+            found = "captions" if spec.captions else "numbers"
             raise ConfigError(
-                f"labels={spec.label_list}: a list of classes, and captions are learned "
+                f"labels={spec.label_list}: a list of classes, and {found} are learned "
                 "here; leave it out"
             )
         index = _read(source, _unlabelled_source(spec))
@@ -180,6 +198,7 @@ def _unlabelled_source(spec: DatasetSpec) -> DatasetSpec:
         labels=False,
         image_column=spec.image_column if has_image_column(spec.data) else None,
         label_column=None,
+        target=(),
         optional_labels=False,
         multilabel=None,
         # a split without a labelled image does not count: others are then held out, so all are read
@@ -290,6 +309,7 @@ def open_splits(
         multilabel=index.multilabel,
         unlabelled=frozenset(sample.path for sample in unlabelled),
         test=_samples(test, classes, index, spec),
+        units=index.units,
     )
 
 
@@ -330,6 +350,7 @@ def open_eval_split(
     """
     spec = DatasetSpec(data) if isinstance(data, str) else data
     index = read_source(dataclasses.replace(spec, split=split))
+    classes = () if spec.numbers else classes
     candidates: tuple[str, ...] = (*VAL_NAMES, TEST) if split == "val" else (split,)
     if spec.captions and split == "train":
         candidates = ("train", "")
@@ -395,9 +416,36 @@ def _without_classes(
     return others, [f"{images} left out, of classes that only some models have: {listed}"]
 
 
+def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes"]:
+    """What the columns `spec.target` of a list hold, in all of its splits: texts are classes.
+
+    A text in a column of which more than 90 % are numbers is an error; so are several of texts.
+    """
+    spec = dataclasses.replace(spec, labels=False, captions=False, label_column=None)
+    _check_settings(source_of(spec.data, numbers=spec.numbers), spec)
+    numbers, errors = [0] * len(spec.target), [list[DataError]() for _ in spec.target]
+    for row, cells, path in target_cells(spec):
+        for place, (name, value) in enumerate(zip(spec.target, cells, strict=True)):
+            cell = split_cell(value, is_table=row.is_table)
+            numbers[place] += cell.number is not None
+            if cell.number is None and cell.error:
+                errors[place].append(wrong(path, f"{name}: {cell.error}", row.line))
+    for name, count, found in zip(spec.target, numbers, errors, strict=True):
+        if not count and not found:
+            raise DataError(f"target={name}: all cells of {spec.data} are empty; fill them in")
+        if found and count > MOST_NUMBERS * (count + len(found)):
+            raise found[0]
+        if found and len(spec.target) > 1:
+            raise ConfigError(
+                f"target={','.join(spec.target)}: {name} has texts, and several columns of texts "
+                "are not supported yet; give columns of numbers, or one of texts"
+            )
+    return "classes" if any(errors) else "numbers"
+
+
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
     """Image path -> `LIST, line N`, for the images that a list names."""
-    if source_of(spec.data, captions=spec.captions) != "list":
+    if source_of(spec.data, captions=spec.captions, numbers=spec.numbers) != "list":
         return {}
     return lines_of(spec if spec.label_list is None else _unlabelled_source(spec), paths)
 
@@ -507,6 +555,7 @@ def _samples(
             labels=tuple(sorted(class_index[name] for name in records[position].labels))
             if index.multilabel
             else (),
+            numbers=records[position].numbers,
         )
         for label, _, position in ordered
     )

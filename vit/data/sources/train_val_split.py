@@ -9,9 +9,10 @@ Source: Sechidis, Tsoumakas and Vlahavas, "On the Stratification of Multi-Label 
 """
 
 import heapq
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,8 @@ from vit.text import join_names, nearest, plural, printable
 TrainValSplit = tuple[list[ImageRecord], list[ImageRecord], list[str]]
 """Training images, validation images, and notes for the user."""
 
+MAX_STRATA = 10
+"""Parts of the range of a number, of which each has its share of validation images."""
 Copies = Mapping[str, str]
 """Path -> name of the set of identical images that it belongs to; only images with copies."""
 
@@ -137,11 +140,15 @@ def make_units(
     groups: Sequence[str] | None,
     names: Sequence[str],
     copies: Copies = MappingProxyType({}),
+    *,
+    share: float = 1.0,
 ) -> list[SplitUnit]:
     """One unit for each group; images of the empty group, or without groups, are single units.
 
-    Groups and images with copies of an image in common are one unit.
+    Groups and images with copies of an image in common are one unit. `share` is that of the
+    smallest part, for the strata of images with numbers.
     """
+    strata = _strata(records, share)
     members: dict[tuple[bool, str], list[int]] = defaultdict(list)
     unit_of: dict[str, tuple[bool, str]] = {}  # by set of copies
     moved: dict[tuple[bool, str], tuple[bool, str]] = {}
@@ -165,7 +172,7 @@ def make_units(
         SplitUnit(
             name,
             tuple(sorted(numbers)),
-            Counter(label for number in numbers for label in records[number].labels or ("",)),
+            Counter(label for number in numbers for label in strata[number]),
         )
         for (_, name), numbers in members.items()
     ]
@@ -282,21 +289,27 @@ def _split_share(
 ) -> TrainValSplit:
     if spec.group is None and not index.multilabel:
         reason = f"no validation {index.split_kind}"
-        strata = "each class" if _labels(records) else "all"
+        classes = _labels(records)
+        strata = "each class" if classes else "all"
         images: ImagesByClass = {}
-        for record in sorted(records, key=lambda record: record.labels):
-            images.setdefault(record.labels[0] if record.labels else "", []).append(record.path)
+        pairs = zip(records, _strata(records, val_share), strict=True)
+        for record, (stratum, *_) in sorted(pairs, key=lambda pair: pair[1]):
+            images.setdefault(stratum, []).append(record.path)
         _, val_images = hold_out(
             images, val_share=val_share, seed=seed, root=index.root, copies=copies
         )
         held_out = {path for paths in val_images.values() for path in paths}
         train, val = _partition(records, [record.path in held_out for record in records])
-        rounded = any(name and len(paths) * val_share < 0.5 for name, paths in images.items())
+        rounded = any(
+            name in classes and len(paths) * val_share < 0.5 for name, paths in images.items()
+        )
         notes = [
             f"{reason}: held out {plural(len(held_out), 'image')}, {val_share:.0%} of {strata}"
             + (", and one where that rounds to none" if rounded else "")
         ]
-        single = [printable(name) for name, paths in val_images.items() if name and not paths]
+        single = [
+            printable(name) for name, paths in val_images.items() if name in classes and not paths
+        ]
         if single:
             notes.append(
                 f"held out none of class {join_names(single)}, which has only one image, or copies"
@@ -317,12 +330,13 @@ def _split_units(
 ) -> TrainValSplit:
     groups = None if spec.group is None else groups_of_records(records, index, spec.group)
     names = [relative(record.path, index.root) for record in records]
-    units = make_units(records, groups, names, copies)
     shares: tuple[float, ...] = (1 - val_share, val_share)
     val_part = 1
     if fold is not None:
-        _check_folds(units, fold)
         shares, val_part = (1 / fold.total,) * fold.total, fold.number - 1
+    units = make_units(records, groups, names, copies, share=min(shares))
+    if fold is not None:
+        _check_folds(units, fold, _labels(records))
     parts = stratify(units, shares, seed=seed)
     val_units = [unit for unit, part in zip(units, parts, strict=True) if part == val_part]
     members = {member for unit in val_units for member in unit.members}
@@ -347,9 +361,11 @@ def _split_units(
     return train, val, notes
 
 
-def _check_folds(units: Sequence[SplitUnit], fold: Fold) -> None:
+def _check_folds(units: Sequence[SplitUnit], fold: Fold, classes: Container[str]) -> None:
     units_of = Counter(label for unit in units for label in unit.labels)
-    single = [printable(label) for label, number in units_of.items() if number < 2 and label]
+    single = [
+        printable(label) for label, number in units_of.items() if number < 2 and label in classes
+    ]
     if single:
         raise DataError(
             f"folds={fold.total}: only one image or group of class {join_names(single)}, so one "
@@ -378,6 +394,20 @@ def _partition(
 ) -> tuple[list[ImageRecord], list[ImageRecord]]:
     pairs = list(zip(records, is_val, strict=True))
     return [r for r, held_out in pairs if not held_out], [r for r, held_out in pairs if held_out]
+
+
+def _strata(records: Sequence[ImageRecord], share: float) -> list[tuple[str, ...]]:
+    """The classes of each image; of those with numbers, the part of the range of the first one.
+
+    There are at most ten parts of equally many images, of each of which `share` is one or more.
+    """
+    strata: list[tuple[str, ...]] = [record.labels or ("",) for record in records]
+    if any(record.numbers for record in records):
+        keys = [(math.isnan(one.numbers[0]), one.numbers[0], one.path) for one in records]
+        parts = min(max(int(len(records) * share), 1), MAX_STRATA)
+        for rank, place in enumerate(sorted(range(len(records)), key=keys.__getitem__)):
+            strata[place] = (str(rank * parts // len(records)),)
+    return strata
 
 
 def _labels(records: Sequence[ImageRecord]) -> set[str]:
