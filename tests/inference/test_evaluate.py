@@ -185,6 +185,17 @@ def test_a_table_is_read_with_the_columns_of_the_training(tmp_path, spec, column
     assert (found.label_column, found.group) == (column, group)
 
 
+def test_numbers_are_those_of_the_training_unless_others_are_named(tmp_path):
+    write_settings(tmp_path / "config.yaml", make_config({"data": "a.csv", "target": "age"}), "")
+    for spec, numbers in (
+        (DatasetSpec("b.csv", labels=False), ("age",)),
+        (DatasetSpec("folder", labels=False), ("age",)),  # which reading refuses
+        (DatasetSpec("b.csv", labels=False, target=("width",)), ("width",)),
+        (DatasetSpec("b.csv"), ()),
+    ):
+        assert with_training_settings(spec, tmp_path).numbers == numbers
+
+
 FP32 = {"device": "cpu", "precision": "fp32"}
 
 

@@ -129,6 +129,7 @@ def test_labelled_images_may_be_excluded_too(photos, tiny_run, two_labels, tmp_p
         ({"order": "random"}, ConfigError, "choose one of typical, uncertain"),
         ({"seed": -1}, ConfigError, "seed=-1"),
         ({"labels": "missing.csv"}, DataError, "missing.csv"),
+        ({"target": "age"}, ConfigError, "target=age: no numbers are read; leave it out"),
     ],
 )
 def test_what_cannot_be_done_is_refused(photos, tiny_run, settings, error, message):

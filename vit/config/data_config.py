@@ -68,7 +68,9 @@ class SourceConfig(Section):
         names = [name.lower() for name in self.target]
         answers = ["image", "error", *(f"{name}_{end}" for name in names for end in ENDS)]
         if len({*names, *answers}) < len(names) + len(answers):
-            self.refuse("target", "the columns of answers need different names; rename one")
+            self.refuse(
+                "target", "answers have image, error, NAME_low and NAME_high; name each once"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,7 @@ def test_columns_that_cannot_be_targets_are_refused(write):
     refused(write(), "target=agee: no such column among age; did you mean age", "agee")
     refused(write(), "target=image: no such column among age", "image")
     for names in (("image",), ("Error",), ("age", "Age"), ("age", "age_low")):
-        with pytest.raises(ConfigError, match="need different names"):
+        with pytest.raises(ConfigError, match=r"answers have image, error, .* each once"):
             DataConfig(data="x", target=names)
 
 

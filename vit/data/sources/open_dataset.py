@@ -79,8 +79,8 @@ OF_LISTS = ("allow_outside", "images", "image_column", "label_column")
 """Settings of lists only; a table of the hub has columns too."""
 
 
-def _check_settings(source: str, spec: DatasetSpec) -> None:
-    """Refuse settings of lists where another source is read."""
+def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of a source of this kind, of the splits that are needed."""
     refused = {"list": (), "hub": OF_LISTS[:2]}.get(source, OF_LISTS)
     for name in (*refused, "numbers") if source != "list" else ():
         if (value := getattr(spec, name)) not in (None, False, ()):
@@ -89,11 +89,6 @@ def _check_settings(source: str, spec: DatasetSpec) -> None:
                 f"{text}: {spec.data} is not a list; leave it out, or give a list "
                 "(.csv, .jsonl, .xlsx)"
             )
-
-
-def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
-    """Index the images of a source of this kind, of the splits that are needed."""
-    _check_settings(source, spec)
     index = READERS[source](spec)
     if source not in ("hub", "shards"):
         return index
@@ -422,7 +417,8 @@ def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes"]:
     A text in a column of which more than 90 % are numbers is an error; so are several of texts.
     """
     spec = dataclasses.replace(spec, labels=False, captions=False, label_column=None)
-    _check_settings(source_of(spec.data, numbers=spec.numbers), spec)
+    if source_of(spec.data, numbers=spec.numbers) != "list":
+        read_source(spec)  # refuses it
     numbers, errors = [0] * len(spec.target), [list[DataError]() for _ in spec.target]
     for row, cells, path in target_cells(spec):
         for place, (name, value) in enumerate(zip(spec.target, cells, strict=True)):

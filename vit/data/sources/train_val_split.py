@@ -300,16 +300,12 @@ def _split_share(
         )
         held_out = {path for paths in val_images.values() for path in paths}
         train, val = _partition(records, [record.path in held_out for record in records])
-        rounded = any(
-            name in classes and len(paths) * val_share < 0.5 for name, paths in images.items()
-        )
+        rounded = any(name and len(paths) * val_share < 0.5 for name, paths in images.items())
         notes = [
             f"{reason}: held out {plural(len(held_out), 'image')}, {val_share:.0%} of {strata}"
             + (", and one where that rounds to none" if rounded else "")
         ]
-        single = [
-            printable(name) for name, paths in val_images.items() if name in classes and not paths
-        ]
+        single = [printable(n) for n, paths in val_images.items() if n in classes and not paths]
         if single:
             notes.append(
                 f"held out none of class {join_names(single)}, which has only one image, or copies"
@@ -364,7 +360,7 @@ def _split_units(
 def _check_folds(units: Sequence[SplitUnit], fold: Fold, classes: Container[str]) -> None:
     units_of = Counter(label for unit in units for label in unit.labels)
     single = [
-        printable(label) for label, number in units_of.items() if number < 2 and label in classes
+        printable(name) for name, number in units_of.items() if number < 2 and name in classes
     ]
     if single:
         raise DataError(
