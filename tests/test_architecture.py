@@ -18,7 +18,7 @@ LEVEL_0 = {
     for name in (
         *("atomic_files", "config", "errors", "event_log", "process_resources", "timing"),
         "json_reader",
-        *("paths", "quick_imports", "score_calibration", "stop_signals"),
+        *("number_answers", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
 }
@@ -46,6 +46,7 @@ ALLOWED = {
     "vit.version": set(),
     "vit.quick_imports": {"vit.errors"},
     "vit.json_reader": {"vit.errors"},
+    "vit.number_answers": {"numpy", "vit.config", "vit.errors"},
     "vit.score_calibration": {"vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},

@@ -14,7 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 SUPPORT = {
-    "task": ("classify", "multilabel", "caption", "pretrain"),
+    "task": ("classify", "multilabel", "caption", "regression", "pretrain"),
     "data": ("folder", "list", "shards", "hub", "builtin"),
     "engine": ("torch", "onnx", "openvino", "export"),
 }
@@ -24,7 +24,7 @@ ROUNDING = 50
 TOLERANCE = 0.1
 """Share by which lines on the page may differ from those of the code, or ROUNDING lines."""
 TASKS, DATA = " ".join(SUPPORT["task"]), " ".join(SUPPORT["data"])
-LABELS, CLASSES = "classify multilabel caption", "classify multilabel"
+LABELS, CLASSES = "classify multilabel caption regression", "classify multilabel"
 FILES = "onnx openvino"
 
 
@@ -80,6 +80,12 @@ CAPABILITIES: Sequence[Capability] = (
         *("train predict evaluate", "multilabel", "folder list shards hub"),
         "torch onnx openvino export",
         "training/test_multilabel export/test_export_multilabel inference/test_evaluate_multilabel",
+    ),
+    Capability(
+        "Numbers",
+        "tasks/regression number_answers evaluation/number_metrics evaluation/number_page "
+        "data/sources/number_columns",
+        *("train predict evaluate", "regression", "list", "torch onnx openvino"),
     ),
     Capability(
         "Captions",

@@ -117,9 +117,9 @@ def grey_images(tmp_path_factory):
 def run(grey_images, tmp_path_factory):
     """The result of a short training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TASKS, "regression", f"{__name__}:Regression")
+        patch.setitem(TASKS, "brightness", f"{__name__}:Regression")
         model = {**TINY, "patch_size": 8, "depth": 1}
-        run = {"task": "regression", "data": str(grey_images), "epochs": 6, "batch_size": 8}
+        run = {"task": "brightness", "data": str(grey_images), "epochs": 6, "batch_size": 8}
         config = make_config({**model, **run, "lr": 1e-2, "warmup_epochs": 1})
         yield train(config, tmp_path_factory.mktemp("runs") / "grey")
 
@@ -134,7 +134,7 @@ def test_the_best_epoch_has_the_smallest_error(run):
 
 def test_the_run_folder_names_the_task_and_its_output(run):
     stored = json.loads((run.folder / "config.json").read_text())["vit"]
-    assert (stored["task"], stored["classes"]) == ("regression", ["brightness"])
+    assert (stored["task"], stored["classes"]) == ("brightness", ["brightness"])
     assert isinstance(get_task(load_run(run.folder).task_name), Regression)
     assert len((run.folder / "report.html").read_text().splitlines()) == 16
 

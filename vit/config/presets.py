@@ -53,8 +53,11 @@ def preset(name: str) -> dict[str, Any]:
 def task_defaults(task: str | None) -> dict[str, Any]:
     """Defaults of a task that differ from those of the fields.
 
-    Captions mention left and right, and what is at the edges of an image.
+    Captions mention left and right, and what is at the edges of an image. Angles, lengths, counts
+    and colours are numbers that flips, crops and changes of colour alter.
     """
+    if task == "regression":
+        return {"hflip": 0.0, "random_crop": "simple"}
     return {"hflip": 0.0, "min_crop": 0.5} if "caption" in (task or "") else {}
 
 

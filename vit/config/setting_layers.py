@@ -135,6 +135,8 @@ def make_config(values: Mapping[str, Any], *, origins: Mapping[str, str] | None 
     usual = task_defaults(chosen.get("task"))
     if chosen.get("random_crop") == "simple":  # which keeps all of the short side
         usual.pop("min_crop", None)
+    if "min_crop" in chosen:
+        usual.pop("random_crop", None)
     chosen = {**preset(model), **usual, **chosen}
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in chosen.items():

@@ -21,6 +21,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 TASKS: dict[str, str] = {
     "classify": "vit.tasks.classification:Classification",
     "multilabel": "vit.tasks.multilabel:MultiLabel",
+    "regression": "vit.tasks.regression:Regression",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
     "simclr": "vit.tasks.simclr:SimCLR",
@@ -36,6 +37,7 @@ AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
 TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
+SMOOTHED = (*CLASSIFIED, *CAPTION_TASKS)
 VIEWS = ("simclr", "lejepa", "dino")
 """Tasks that compare views of an image."""
 LOCAL = ({"local_views": ON},)
@@ -46,7 +48,7 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
-    """Task: one class per image, any number, captions, classes and captions; or no labels."""
+    """Task: one class an image, any number, captions, both, numbers; or no labels."""
     model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)
@@ -101,9 +103,7 @@ class TrainingConfig(Section):
     """Layer-wise learning rate decay, from each block to the one before it; 1 is off."""
     clip_grad: float = setting(1.0, least=0, unused_by=PROBE)
     """Maximum norm of the gradient of all parameters; 0 is off."""
-    smoothing: float = setting(
-        0.1, least=0, below=1, tasks=LABEL_TASKS, off=(0.0,), unused_by=PROBE
-    )
+    smoothing: float = setting(0.1, least=0, below=1, tasks=SMOOTHED, off=(0.0,), unused_by=PROBE)
     """Label smoothing: share of a label that is spread over all classes."""
     balance: Literal["none", "loss", "sampler", "logit-adjust"] = setting(
         "none", tasks=("classify",), unused_by=PROBE, before_plan=True

@@ -127,6 +127,8 @@ class Splits:
     """Scores of a teacher for the training images, (images, classes); see vit.training.teacher."""
     test: tuple[Sample, ...] = ()
     """Images of `test` where the validation images are held out: measured after the training."""
+    targets: tuple[str, ...] = ()
+    """Names of the numbers of the images."""
     units: tuple[str, ...] = ()
     """Unit of each of the numbers of the images, such as cm, or empty."""
 

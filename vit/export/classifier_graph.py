@@ -161,6 +161,8 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
         known["thresholds"] = json.dumps(run.thresholds)
     if run.calibration is not None:
         known[SCORE_CALIBRATION] = json.dumps(run.calibration.to_dict())
+    if run.answers is not None:
+        known["answers"] = json.dumps([run.answers.to_dict(), run.answers.half_widths])
     return {
         **known,
         "graph": "classifier",

@@ -8,7 +8,7 @@ file         the exported file, without torch
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +109,8 @@ def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
         if not np.isfinite(probabilities).all():
             outputs.append("the network overflowed in float32")
         elif caption is None:
+            if run.answers is not None:
+                probabilities = run.answers.standardise(probabilities)
             outputs.append(ModelOutputs(probabilities, thresholds=run.thresholds))
         else:
             outputs.append(ModelOutputs(probabilities, caption.text, math.exp(caption.score)))
@@ -118,19 +120,35 @@ def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
 def by_predictor(run: LoadedRun, images: Sequence[str]) -> Outputs:
     """Outputs of the Predictor in float32, as `vit predict` with the run."""
     predictor = Predictor(run, device="cpu", precision="fp32")
-    predictions = predictor.stream(images, top_k=max(1, len(run.classes)), threshold=-math.inf)
-    return [_outputs_of(one, run.classes, predictor.thresholds) for one in predictions]
+    return _all_outputs(predictor, images, run.classes, predictor.thresholds)
 
 
 def by_file(runner: Predictor, images: Sequence[str], classes: Sequence[str]) -> Outputs:
     """Outputs of an exported file for the run's `classes`; 0 for a class that it lacks."""
-    top_k = max(1, len(runner.classes))
     thresholds = None
     if runner.thresholds is not None:
         own = dict(zip(runner.classes, runner.thresholds, strict=True))
         thresholds = tuple(own.get(name, 1.0) for name in classes)
-    predictions = runner.stream(images, top_k=top_k, threshold=-math.inf)
-    return [_outputs_of(one, classes, thresholds) for one in predictions]
+    return _all_outputs(runner, images, classes, thresholds)
+
+
+def _all_outputs(
+    predictor: Predictor,
+    images: Sequence[str],
+    classes: Sequence[str],
+    thresholds: tuple[float, ...] | None,
+) -> Outputs:
+    """Outputs with the scores of all `classes`; numbers are standardised, as scores are alike."""
+    least = -math.inf if predictor.answers is None else None
+    found = predictor.stream(images, top_k=max(1, len(predictor.classes)), threshold=least)
+    outputs = [_outputs_of(one, classes, thresholds) for one in found]
+    if predictor.answers is None:
+        return outputs
+    scaled = predictor.answers.standardise
+    return [
+        one if isinstance(one, str) else replace(one, probabilities=scaled(one.probabilities))
+        for one in outputs
+    ]
 
 
 def _outputs_of(
@@ -138,7 +156,7 @@ def _outputs_of(
 ) -> ModelOutputs | str:
     if prediction.error is not None:
         return prediction.error
-    scores = dict(prediction.predictions)
+    scores = {**prediction.answers, **dict(prediction.predictions)}
     probabilities = np.array([scores.get(name, 0.0) for name in classes], dtype=np.float64)
     if prediction.score is None:
         return ModelOutputs(probabilities, thresholds=thresholds)

@@ -24,6 +24,8 @@ ENGINES = ("torch", "onnx", "openvino", "ray")
 LIBRARIES = {"torch": "torch", "onnx": "onnxruntime", "openvino": "openvino", "ray": "ray"}
 EXPORTED = {".onnx": "onnx", ".xml": "openvino"}
 """File suffix -> default engine."""
+SHARES = ("softmax", "sigmoid")
+"""Activations whose outputs are probabilities."""
 # engine -> suffixes of the models it runs; "" for a folder, or weights by name
 SUPPORTED_SUFFIXES = {
     "torch": ("",),
@@ -44,6 +46,7 @@ class Engine(Protocol):
     Attributes:
         shares: Whether scores of classes are probabilities, which tables show in percent.
         thresholds: Probability from which on each class is named, of a multi-label network.
+        answers: The numbers that it answers with; None of a classifier or captioner.
         n_best: Captions of an image; 0 of a classifier.
         whole_images: Whether the network resizes images itself, and until then they are in memory
             as they are.
@@ -57,6 +60,7 @@ class Engine(Protocol):
     preprocessing: "Preprocessing"
     thresholds: Any
     calibration: Any
+    answers: Any
     shares: bool
     precision: str
     device: Any

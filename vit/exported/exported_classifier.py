@@ -15,7 +15,9 @@ import numpy as np
 from vit.config.inference_config import InferenceConfig
 from vit.data.preprocessing import AnyImage, Preprocessing
 from vit.errors import BadImage, RunError, WeightsError
+from vit.exported.engine import SHARES
 from vit.exported.onnx_session import Array, InferenceSession
+from vit.number_answers import NumberAnswers
 from vit.process_resources import usable_cores
 from vit.score_calibration import ScoreCalibration
 from vit.text import printable
@@ -25,7 +27,7 @@ DISTANCE = "distance"
 """Output of the distance from the training images, of a network that has measured it."""
 SCORE_CALIBRATION = "score_calibration"
 """Key of the metadata; `calibration` is that of int8."""
-WITHOUT_THRESHOLDS = ("softmax", "identity")
+WITHOUT_THRESHOLDS = ("softmax", "identity", "units")
 """Values of the metadata's `activation` that go with no thresholds."""
 BATCH_SIZE = 16
 WINDOW_BATCHES = 8
@@ -40,6 +42,7 @@ class ExportedEngine:
     device, exported = "cpu", True
     keep_aspect = reads_and_computes = False
     remedy = "export it as fp32"
+    answers: NumberAnswers | None = None
     preprocessing: Preprocessing
     batch_size: int
 
@@ -98,7 +101,9 @@ class OnnxClassifier(ExportedEngine):
             self.set_preprocessing(self.metadata["preprocessing"], config)
             self.precision = self.metadata["precision"]
             self.thresholds = _parse_thresholds(self.metadata, self.classes)
-            self.shares = self.metadata.get("activation") != "identity"
+            self.shares = self.metadata.get("activation", "softmax") in SHARES
+            if (answers := self.metadata.get("answers")) is not None:
+                self.answers = NumberAnswers.from_dict(*json.loads(answers))
             stored = json.loads(self.metadata.get(SCORE_CALIBRATION, "null"))
             self.calibration = None if stored is None else ScoreCalibration.from_dict(stored)
             if self.calibration is not None:

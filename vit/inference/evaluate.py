@@ -43,10 +43,12 @@ from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
+    NUMBERS,
     ImageOutput,
     Layout,
     Truth,
     byte_order_mark,
+    check_classes,
     classes_per_row,
     csv_settings,
     write_workbook,
@@ -58,6 +60,8 @@ from vit.weights.saved_model import LoadedRun
 CLASSIFIER_SCORES = ("top1", "map")
 CLASS_SCORE = "class_score_"
 """Begins the name of the column of the score of a class."""
+TRUE = "true_"
+"""Begins the name of the column of the number in the data."""
 ROW_STYLES = {".jsonl": "jsonl", ".csv": "csv", ".xlsx": "xlsx"}
 
 
@@ -240,19 +244,25 @@ class EvaluationRows:
             self.truth = ["label"]
             if predictor.task.activation_name == "softmax":
                 self.truth.append("label_score")
+        answers = predictor.answers
+        if answers is not None:
+            self.truth = [f"{TRUE}{name}" for name in answers.names]
         if any(sample.captions for sample in samples):
             self.truth.append("references")
         classes = predictor.classes
+        if answers is not None:
+            check_classes((), NUMBERS, top_k=config.top_k, all_scores=config.all_scores)
         columns = [f"{CLASS_SCORE}{name}" for name in classes] if config.all_scores else []
         self.scored = {name: index for index, name in enumerate(columns)}
         self.truth += self.scored
         layout = Layout(
-            classes_per_row(classes, predictor.thresholds, config.top_k),
+            0 if answers else classes_per_row(classes, predictor.thresholds, config.top_k),
             classes,
             [sample.path for sample in samples],
             predictor.n_best,
             multilabel,
             self.truth,
+            answers=predictor.answer_columns(),
             cells=cells,
             **csv,
         )
@@ -274,6 +284,9 @@ class EvaluationRows:
             return None if scores is None else float(scores[self.scored[name]])
         if name == "references":
             return sample.captions
+        if self.predictor.answers is not None:
+            number = sample.numbers[self.truth.index(name)]
+            return None if math.isnan(number) else number
         if name == "true_labels":
             return tuple(self.names[label] for label in sample.labels)
         if sample.label == NO_LABEL:

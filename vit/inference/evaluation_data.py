@@ -90,7 +90,8 @@ def with_training_settings(
     data = stored_config(run, changed_lists.append).data
     split, own = read_split(run), os.path.realpath(spec.data) == os.path.realpath(data.data)
     own = own or (split is not None and split.lies_in(Path(spec.data)))
-    stored, files = DatasetSpec.from_config(data), ("exclude", "corrections", "label_list")
+    stored = DatasetSpec.from_config(data, labels=spec.labels)
+    files = ("exclude", "corrections", "label_list")
     columns: tuple[str, ...] = ("image_column", "label_column", "caption_column")
     numbers = () if spec.labels or spec.captions else spec.target or stored.target
     usable = columns if own or is_list(spec.data, numbers) else ()

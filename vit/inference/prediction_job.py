@@ -46,6 +46,7 @@ from vit.output.output_file import (
 )
 from vit.output.prediction_results import (
     FORMATS,
+    NUMBERS,
     Layout,
     Prediction,
     byte_order_mark,
@@ -481,6 +482,11 @@ class PredictionJob:
                 "sort_into",
                 "this network is multi-label, so an image has no single folder; leave it out",
             )
+        if (answers := self.predictor.answers) is not None:
+            del flags["sets"]
+            check_classes((), NUMBERS, top_k=config.top_k, **flags)
+            answers.check_coverage(config.sets)
+            return 0
         check_classes(self.predictor.classes, top_k=config.top_k, **flags)
         return classes_per_row(self.predictor.classes, self.predictor.thresholds, config.top_k)
 
@@ -496,7 +502,8 @@ class PredictionJob:
             shares=predictor.shares,
             **csv_settings(config, style),
             reject=config.reject,
-            sets=config.sets is not None,
+            sets=config.sets is not None and predictor.answers is None,
+            answers=predictor.answer_columns(config.sets),
             cells=self.cells,
         )
         header, line = FORMATS[style](layout)

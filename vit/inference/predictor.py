@@ -25,7 +25,14 @@ from vit.exported.engine import (
     select_engine,
 )
 from vit.exported.image_prefetch import ImageReader, chunks, expected_pixels, prefetch
-from vit.output.prediction_results import ImageOutput, Prediction, check_top_k, classes_per_row
+from vit.output.prediction_results import (
+    NUMBERS,
+    ImageOutput,
+    Prediction,
+    check_classes,
+    check_top_k,
+    classes_per_row,
+)
 from vit.quick_imports import quick_imports
 from vit.score_calibration import check_decisions, check_selection
 from vit.text import Notify, print_to_stderr, printable
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
     from vit.weights.saved_model import LoadedRun
 
 PathLike = str | os.PathLike[str]
-EXPORTED_TASKS = {"softmax": "classify", "sigmoid": "multilabel"}
+EXPORTED_TASKS = {"softmax": "classify", "sigmoid": "multilabel", "units": "regression"}
 """Activation in the metadata of an exported file -> the task that evaluates it."""
 
 
@@ -96,8 +103,12 @@ class Predictor:
         from vit.tasks.task import get_task
 
         if self.exported:
-            return get_task(EXPORTED_TASKS[self.engine.metadata.get("activation", "softmax")])
-        return get_task(self.engine.task_name)
+            name = EXPORTED_TASKS[self.engine.metadata.get("activation", "softmax")]
+        else:
+            name = self.engine.task_name
+        task = get_task(name)
+        task.answers = self.answers
+        return task
 
     def __call__(
         self, images: Iterable[ImageInput], *, top_k: int | None = None, **options: Any
@@ -128,7 +139,8 @@ class Predictor:
             first: As for `batches`.
             reject: Mark answers as unknown that are too uncertain for the precision that the
                 calibration of the run promises.
-            sets: Add the classes that contain the true one with this probability.
+            sets: Add the classes that contain the true one with this probability; of a network of
+                numbers the coverage of its intervals, 0.9 by default.
 
         Raises:
             ConfigError: `top_k` is less than 1; the network has no calibration for `reject` or
@@ -149,6 +161,10 @@ class Predictor:
 
     def check_options(self, *, threshold: float | None, reject: bool, sets: float | None) -> None:
         """Refuse options of `stream` that this network cannot fulfil."""
+        if self.answers is not None:
+            check_classes((), NUMBERS, threshold=threshold, reject=reject)
+            self.answers.check_coverage(sets)
+            return
         if self.keep_aspect and (reject or sets is not None):
             raise ConfigError(
                 f"{'reject' if reject else f'sets={sets:g}'}: thresholds, sets and distances are "
@@ -156,6 +172,10 @@ class Predictor:
             )
         check_selection(self.calibration, reject=reject, sets=sets)
         check_decisions(self.thresholds, reject=reject, threshold=threshold)
+
+    def answer_columns(self, sets: float | None = None) -> tuple[str, ...]:
+        """Columns of the numbers in a row; none of a network without them."""
+        return () if self.answers is None else self.answers.columns(sets)
 
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
         """Choose the precision for a list now, where `auto` leaves it to a trial."""
@@ -281,6 +301,8 @@ class Predictor:
         sets: float | None = None,
     ) -> list[Prediction]:
         """Predictions of the outputs of a batch; arguments as for `stream`."""
+        if self.answers is not None:
+            return [self._answer(output, sets) for output in outputs]
         count = classes_per_row(self.classes, self.thresholds, top_k)
         thresholds = self.thresholds if threshold is None else [threshold] * len(self.classes)
         rows = [one.probabilities for one in outputs if one.probabilities is not None]
@@ -318,6 +340,13 @@ class Predictor:
                 )
             )
         return predictions
+
+    def _answer(self, output: ImageOutput, sets: float | None) -> Prediction:
+        """The numbers of an image."""
+        if output.probabilities is None:
+            return Prediction(output.image, error=output.error)
+        cells = self.answers.row(output.probabilities.tolist(), sets)
+        return Prediction(output.image, answers=cells, embedding=output.embedding)
 
 
 accepts_settings(InferenceConfig)(Predictor)

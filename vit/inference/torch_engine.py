@@ -23,6 +23,7 @@ from vit.config.inference_config import InferenceConfig
 from vit.data.image_objects import ImageInput
 from vit.data.image_tiles import TiledImage
 from vit.errors import BadImage, ConfigError, explain_full_memory, is_out_of_memory
+from vit.exported.engine import SHARES
 from vit.exported.image_prefetch import ImageReader
 from vit.generation.generate import CaptionGenerator, check_length
 from vit.generation.generation_config import Search
@@ -126,7 +127,8 @@ class TorchEngine:
                 f"{config.search}: this network names classes and writes no captions; leave it out"
             )
         self.task_name, self.thresholds = loaded.task_name, loaded.thresholds
-        self.shares = get_task(loaded.task_name).activation_name != "identity"
+        self.shares = get_task(loaded.task_name).activation_name in SHARES
+        self.answers = loaded.answers
         self.calibration, self.activation = loaded.calibration, calibrated_activation(loaded)
         self.distance, self.returns_distances = loaded.distance, False
         self.keep_aspect = config.keep_aspect and not self.preprocessing.native

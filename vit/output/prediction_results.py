@@ -42,11 +42,14 @@ NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?")
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t"}
 CSV_DIGITS = 4
 WIDEST_CELL = 60
+NUMBER_WIDTH = 9
 NO_CLASS = "-"
 BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
+CAPTIONS, NUMBERS = "writes captions", "answers with numbers"
+"""What a network without classes does."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Prediction:
     Args:
         predictions: (label, probability) pairs, the most probable first; empty if the image cannot
             be read, and from a network without classes.
+        answers: Numbers by column of a row, in units, with the ends of their intervals; empty if
+            the image cannot be read, and from another network.
         error: Reason of a failure, or None; that of an explanation leaves the predictions.
         captions: The best first; empty if the image cannot be read, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
@@ -95,6 +100,7 @@ class Prediction:
     captions: "tuple[Caption, ...]" = ()
     embedding: Any = field(default=None, repr=False, compare=False)
     truth: "Mapping[str, Truth]" = field(default_factory=dict, repr=False, hash=False)
+    answers: Mapping[str, float] = field(default_factory=dict, hash=False)
     unknown: str | None = None
     prediction_set: tuple[str, ...] = ()
 
@@ -115,14 +121,14 @@ def check_top_k(top_k: int | None) -> None:
         raise ConfigError(f"top_k={top_k!r}: must be at least 1, a whole number")
 
 
-def check_classes(classes: Sequence[str], **flags: Any) -> None:
-    """Refuse values of `flags` that need classes, of a network without any."""
+def check_classes(classes: Sequence[str], kind: str = CAPTIONS, **flags: Any) -> None:
+    """Refuse values of `flags` that need classes, of a network of this kind without any."""
     for flag, value in flags.items():
         if value not in (None, False) and not classes:
             captions = ", or ask for several captions with --beams and --n-best"
             raise ConfigError(
-                f"{flag}={value}: this network writes captions and has no classes; "
-                f"leave it out{captions if flag == 'top_k' else ''}"
+                f"{flag}={value}: this network {kind} and has no classes; "
+                f"leave it out{captions if flag == 'top_k' and kind == CAPTIONS else ''}"
             )
 
 
@@ -150,13 +156,15 @@ class Layout:
     digits: int | None = None
     reject: bool = False
     sets: bool = False
+    answers: Sequence[str] = ()
     cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, hash=False)
 
     @cached_property
     def list_columns(self) -> dict[str, str]:
         """The columns of the lists, and their names in rows: `list_NAME` where a row has NAME."""
         names = dict.fromkeys(chain.from_iterable(self.cells.values()))
-        own = {name for name in names if ROW_COLUMN.fullmatch(name.strip())} | {*self.truth}
+        own = {name for name in names if ROW_COLUMN.fullmatch(name.strip())}
+        own |= {*self.truth, *self.answers}
         return {name: f"list_{name}" if name in own else name for name in names}
 
     def list_cells(self, image: str) -> dict[str, Any]:
@@ -232,7 +240,8 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
             record |= captions[0]
         if layout.n_best > 1:
             record["captions"] = captions
-        if prediction.predictions or layout.top_k or not captions:
+        record |= prediction.answers
+        if prediction.predictions or layout.top_k or not (captions or layout.answers):
             pairs = prediction.predictions
             record["predictions"] = [{"label": label, "score": score} for label, score in pairs]
         if layout.reject:
@@ -285,7 +294,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     else:
         for place in range(1, layout.top_k + 1):
             header += [f"label_{place}", f"score_{place}"]
-        header += chain(*layout.caption_columns)
+        header += [*layout.answers, *chain(*layout.caption_columns)]
     more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
@@ -296,6 +305,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         else:
             row += chain(*prediction.predictions)
             row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
+            row += prediction.answers.values()
             for caption in prediction.captions:
                 row += [caption.text, caption.score]
             row += [None] * (len(header) - len(row))
@@ -381,6 +391,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     """
     image_width = column_width("image", *layout.images)
     label_width = column_width("label", *layout.classes, *([UNKNOWN] if layout.reject else []))
+    answer_widths = [max(display_width(printable(name)), NUMBER_WIDTH) for name in layout.answers]
     listed = [*layout.list_columns.values()]
     texts = zip(listed, *map(layout.list_texts, layout.cells), strict=True)
     widths = [column_width(*column) for column in texts]
@@ -397,6 +408,8 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             most = 1 if layout.multilabel else layout.top_k
             for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
+        numbers = zip(prediction.answers.values(), answer_widths, strict=False)
+        cells += [f"{value:{width}.5g}" for value, width in numbers]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -410,6 +423,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
 
     header = [pad("image", image_width)]
     header += [pad("label", label_width), "score  "] * (1 if layout.multilabel else layout.top_k)
+    header += map(pad_left, map(printable, layout.answers), answer_widths)
     for caption, score in layout.caption_columns:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)
@@ -430,6 +444,10 @@ def display_width(text: str) -> int:
 
 def pad(text: str, width: int) -> str:
     return text + " " * (width - display_width(text))
+
+
+def pad_left(text: str, width: int) -> str:
+    return " " * (width - display_width(text)) + text
 
 
 # name of --format -> header line and the function that writes one answer

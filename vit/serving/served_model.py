@@ -19,6 +19,7 @@ from vit.exported.engine import select_engine
 from vit.inference.predictor import Predictor, model_files
 from vit.output.prediction_results import (
     FORMATS,
+    NUMBERS,
     Layout,
     Prediction,
     check_classes,
@@ -26,7 +27,7 @@ from vit.output.prediction_results import (
 )
 from vit.paths import sha256_of_files
 from vit.score_calibration import ScoreCalibration
-from vit.text import plural
+from vit.text import join_names, plural
 
 Upload = EncodedImage | Array
 """An image file in memory, or its pixels, (height, width, 3) uint8."""
@@ -132,6 +133,7 @@ class ServedModel:
             "classes": list(predictor.classes),
             "multilabel": predictor.thresholds is not None,
             "captions": self.captions,
+            "answers": list(predictor.answer_columns()),
             "probabilities": predictor.shares,
             "calibrated": self.calibrated,
             "rejects": self.allows(RowOptions(reject=True)),
@@ -143,17 +145,22 @@ class ServedModel:
 
     def summary(self) -> str:
         """The properties in one line, for the log."""
-        classes = plural(len(self.predictor.classes), "class", "classes")
-        raw = "" if self.calibrated or self.captions else ", raw scores"
+        kind = plural(len(self.predictor.classes), "class", "classes")
+        if numbers := self.predictor.answer_columns():
+            kind = join_names(numbers)
+        raw = "" if self.calibrated or self.captions or numbers else ", raw scores"
         return (
-            f"{'captions' if self.captions else classes}, {self.engine} in "
+            f"{'captions' if self.captions else kind}, {self.engine} in "
             f"{self.predictor.precision} on {self.predictor.device}, up to "
             f"{plural(self.batch_sizes[-1], 'image')} a batch{raw}, sha256 {self.sha256[:12]}"
         )
 
     def check(self, options: RowOptions, *, explain: bool = False) -> None:
         """Refuse options that this network cannot fulfil."""
-        check_classes(self.predictor.classes, **vars(options))
+        if self.predictor.answers is not None:
+            check_classes((), NUMBERS, **{**vars(options), "sets": None})
+        else:
+            check_classes(self.predictor.classes, **vars(options))
         self.predictor.check_options(
             threshold=options.threshold, reject=options.reject, sets=options.sets
         )
@@ -183,15 +190,17 @@ class ServedModel:
     def format_row(self, prediction: Prediction, options: RowOptions) -> str:
         """The row of a prediction, without the end of the line."""
         predictor = self.predictor
+        named = predictor.classes, predictor.thresholds
         layout = Layout(
-            classes_per_row(predictor.classes, predictor.thresholds, options.top_k),
+            0 if predictor.answers else classes_per_row(*named, options.top_k),
             predictor.classes,
             (),
             predictor.n_best,
             predictor.thresholds is not None,
             shares=predictor.shares,
             reject=options.reject,
-            sets=options.sets is not None,
+            sets=options.sets is not None and predictor.answers is None,
+            answers=predictor.answer_columns(options.sets),
         )
         _, line = FORMATS["jsonl"](layout)
         return line(prediction).rstrip("\n")

@@ -33,6 +33,7 @@ from vit.evaluation.intervals import number_groups
 from vit.evaluation.temperature_scaling import scale_logits
 from vit.model.build import build_classifier
 from vit.model.vision_transformer import VisionTransformer
+from vit.number_answers import NumberAnswers
 from vit.output.prediction_results import ImageOutput
 from vit.text import Notify, plural
 
@@ -49,7 +50,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "sigmoid": nn.Sigmoid,
     "identity": nn.Identity,
 }
-"""Name in the metadata of exported files -> module."""
+"""Name in the metadata of exported files -> module, where a task has no activation of its own."""
 
 
 class TrainingRun(Protocol):
@@ -162,13 +163,15 @@ class Task(ABC):
     """Whether it has a decoder, for which there are no listed weights and no search."""
 
     activation_name: ClassVar[str] = "identity"
-    """A key of ACTIVATIONS, which exported files record."""
+    """A key of ACTIVATIONS or a name of its own, which exported files record."""
     measures_distance: ClassVar[bool] = False
     """Whether the distance of images from those of training is measured for its calibration."""
     compares_images: ClassVar[bool] = False
     """Whether the loss of an image depends on the others of its micro-batch."""
     trained_head: ClassVar[str] = "the head"
     """What is trained on a frozen encoder, for the log."""
+    answers: NumberAnswers | None = None
+    """Scale of the numbers that a network answers with, once it is known."""
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """What the task reads of the data."""
@@ -269,7 +272,7 @@ class Task(ABC):
         """What to do with a finished run; `folder` is quoted."""
         return f"vit predict {folder} IMAGE..."
 
-    def activation(self) -> nn.Module:
+    def activation(self, run: "LoadedRun") -> nn.Module:
         """Outputs of the head -> what is returned for an image, (batch, outputs) -> the same."""
         return ACTIVATIONS[self.activation_name]()
 
@@ -339,7 +342,7 @@ class ScaledLogits(nn.Module):
 
 def calibrated_activation(run: "LoadedRun") -> nn.Module:
     """The activation of a saved network's task, of calibrated logits where it has a calibration."""
-    activation = get_task(run.task_name).activation()
+    activation = get_task(run.task_name).activation(run)
     if run.calibration is None:
         return activation
     scaled = ScaledLogits(run.calibration.temperature, run.calibration.exponent)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from vit.config import Config
+from vit.config import Config, DataConfig, SourceConfig
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig
 from vit.config.setting_layers import (
@@ -36,17 +36,18 @@ from vit.data.image_cache import free_bytes
 from vit.data.image_io import check_header, read_pixels, read_size
 from vit.data.intensity_range import choose_channels
 from vit.data.preprocessing import Preprocessing
-from vit.data.sources.open_dataset import Listing
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.open_dataset import Listing, kind_of_target
 from vit.errors import BadImage, ConfigError, RunError
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
-from vit.text import format_duration, plural
+from vit.text import format_duration, join_names, plural
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
 from vit.training.finetune.finetune_settings import run_of
-from vit.training.logging.training_progress import notifier
+from vit.training.logging.training_progress import notifier, notify_on_main
 from vit.training.plan_rules import (
     PHOTO_NETWORKS,
     TINY_SIDE,
@@ -167,6 +168,7 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
         The settings, with which `train` does what the plan says, and the plan.
     """
     chosen = settings if isinstance(settings, Settings) else Settings(call=settings)
+    chosen = with_target_task(chosen)
     task = get_task(str(chosen.get("task", TrainingConfig.task)))
     by_tiles = TILE_SETTINGS if chosen.get("tiles") else {}
     chosen = Settings(**{"task": {**task.planned_settings, **by_tiles}, **chosen.layers})
@@ -215,6 +217,19 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     if facts.captions is not None:  # without classes, there is no head
         config = get_task(config.training.task).complete(config)
     return config, plan
+
+
+def with_target_task(chosen: Settings) -> Settings:
+    """`chosen` with the task that the columns `target` ask for, unless it is chosen."""
+    target = chosen.get("target")
+    if not target or "task" in chosen:
+        return chosen
+    data = {name: value for name, value in chosen.items() if name in vars(SourceConfig())}
+    kind = kind_of_target(DatasetSpec.from_config(DataConfig(**data), labels=False))
+    task, other = ("regression", "classify") if kind == "numbers" else ("classify", "regression")
+    columns = join_names(target)
+    notify_on_main(f"note: {columns} has {kind}: task={task}; --task {other} overrides it")
+    return Settings(**{"task": {"task": task}, **chosen.layers})
 
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ from vit.training.finetune.linear_probe import init_head_from_probe
 from vit.training.loader_autotune import choose_workers, with_cache
 from vit.training.logging.environment import record_environment
 from vit.training.logging.trackers import require_tracker
-from vit.training.logging.training_progress import notifier, notify
+from vit.training.logging.training_progress import notifier, notify_on_main
 from vit.training.lr_schedule import total_steps
 from vit.training.plan import (
     check_plannable,
@@ -51,6 +51,7 @@ from vit.training.plan import (
     summary_lines,
     with_chosen_weights,
     with_planned_cache,
+    with_target_task,
 )
 from vit.training.plan_rules import Plan
 from vit.training.settings_from_data import check_channels, prepare_data
@@ -181,17 +182,12 @@ def plan(data: Mapping[str, Any] | str | os.PathLike[str], **settings: Any) -> t
     return plan_training(chosen)
 
 
-def notify_on_main(line: str) -> None:
-    """Log a line in the main process of a launch, before the devices are known."""
-    if os.environ.get("RANK", "0") == "0":
-        notify(line)
-
-
 def resolve_plan(settings: Config | Settings) -> tuple[Config, Listing | None]:
     """Make a Config of settings; the plan decides those that are missing, where it applies, and the
     data as listed for the plan are returned too."""
     if isinstance(settings, Config):
         return with_origins(settings), None
+    settings = with_target_task(settings)
     if settings.complete or not is_planned(settings):
         return make_config(settings), None
     config, plan = plan_training(settings)

@@ -31,6 +31,7 @@ from vit.json_reader import read_bytes
 from vit.model.build import check_fit, meta_model
 from vit.model.feature_distance import FeatureDistance
 from vit.model.vision_transformer import VisionTransformer
+from vit.number_answers import NumberAnswers
 from vit.paths import did_you_mean
 from vit.score_calibration import ScoreCalibration, rescale_thresholds
 from vit.text import printable
@@ -53,6 +54,10 @@ TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER, PROJECTOR = "decoder.", "projector."
 CALIBRATION, CALIBRATION_ERROR = "calibration", "calibration_error"
 """Keys of the calibration and of its error in our section of config.json."""
+ANSWERS, INTERVALS = "answers", "intervals"
+"""Keys of the numbers that a network answers with, and of their intervals."""
+MEASURED = (CALIBRATION, CALIBRATION_ERROR, INTERVALS)
+"""Keys of what is measured after the training."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class LoadedRun:
     calibration: ScoreCalibration | None = None
     distance: FeatureDistance | None = None
     license: str | None = None
+    answers: NumberAnswers | None = None
 
     def without_calibration(self) -> "LoadedRun":
         """The same network with raw scores; of a multi-label one the decisions stay the same."""
@@ -243,6 +249,9 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
     task = own.get("task", "")
     if task not in ("", *TASKS):
         raise WeightsError(f"task {task} is not known to this vit: {', '.join(TASKS)}")
+    answers = None
+    if ANSWERS in own:
+        answers = NumberAnswers.from_dict(own[ANSWERS], own.get(INTERVALS))
     decoder = None if tokenizer is None else parse_decoder_config(own["decoder"])
     if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
         raise WeightsError(
@@ -272,6 +281,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         stored_task=task,
         calibration=calibration,
         license=terms if isinstance(terms, str) else None,
+        answers=answers,
     )
 
 
@@ -326,7 +336,7 @@ def vit_section(content: Any) -> dict[str, Any]:
             f"{CONFIG_FILE} has version {own.get('version')!r}, this vit reads {VERSION}; "
             "install the vit that wrote it"
         )
-    optional = {"decoder", "thresholds", "task", CALIBRATION, CALIBRATION_ERROR}
+    optional = {"decoder", "thresholds", "task", ANSWERS, *MEASURED}
     if own.keys() - optional != {"version", "config", "preprocessing", "classes"}:
         raise WeightsError(f"{CONFIG_FILE} has the keys {sorted(own)} under 'vit'")
     return own
@@ -343,8 +353,7 @@ def update_run(folder: str | os.PathLike[str], changes: Mapping[str, Any]) -> No
     raw = read_config(where)
     content = json.loads(raw)
     stored = dict(vit_section(content))
-    measured = (CALIBRATION, CALIBRATION_ERROR)
-    initial = {name: value for name, value in stored.items() if name not in measured}
+    initial = {name: value for name, value in stored.items() if name not in MEASURED}
     if "thresholds" in stored:
         initial["thresholds"] = [DEFAULT_THRESHOLD] * len(stored["classes"])
     final = {name: value for name, value in {**stored, **changes}.items() if value is not None}

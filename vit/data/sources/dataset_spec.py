@@ -119,7 +119,7 @@ class DatasetSpec:
             data.data,
             data.images,
             data.image_column,
-            data.label_column,
+            data.label_column or (",".join(data.target) if labels and data.target else None),
             data.caption_column,
             data.target,
             data.group,

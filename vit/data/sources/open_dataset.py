@@ -304,6 +304,7 @@ def open_splits(
         multilabel=index.multilabel,
         unlabelled=frozenset(sample.path for sample in unlabelled),
         test=_samples(test, classes, index, spec),
+        targets=spec.numbers,
         units=index.units,
     )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -48,6 +49,12 @@ def notify(text: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         if not _is_silent:
             tqdm.write(text, file=sys.stderr)
+
+
+def notify_on_main(line: str) -> None:
+    """Log a line in the main process of a launch, before the devices are known."""
+    if os.environ.get("RANK", "0") == "0":
+        notify(line)
 
 
 def notifier(accelerator: Accelerator) -> Notify:

@@ -1,0 +1,335 @@
+"""Regression: numbers of an image, such as an age, a length or a share.
+
+    z         (value - mean) / std of the training images, or the same of the logarithm
+    loss      mean over targets of Huber(output, z), delta = 0.25
+    val_mae   mean absolute error in units; over several targets the mean of that by std
+
+A target is learned as a logarithm where all its values are above 0 and the logarithm is less
+skewed. An image lacks a target whose cell is empty, which counts for nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit.config import Config
+from vit.config.presets import task_defaults
+from vit.data.dataset import Batch
+from vit.data.dataset_types import Sample, Splits
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import ConfigError, DataError
+from vit.evaluation.intervals import number_groups
+from vit.evaluation.number_metrics import conformal_half_widths, summarize_numbers
+from vit.number_answers import COVERAGE, NumberAnswers
+from vit.output.prediction_results import ImageOutput
+from vit.tasks.task import Evaluation, Event, Task, TrainingRun, forward
+from vit.text import Notify, printable
+from vit.weights.saved_model import ANSWERS, INTERVALS, update_run
+
+if TYPE_CHECKING:
+    from vit.tasks.finished_run import FinishedRun
+    from vit.weights.saved_model import LoadedRun
+
+DELTA = 0.25
+"""Error in standard deviations from which on the loss is linear."""
+SKEWED = 1.0
+"""Skewness from which on the logarithm is tried."""
+
+
+class Regression(Task):
+    """Numbers, each standardised by the training images."""
+
+    metric = "val_mae"
+    higher_is_better = False
+    planned = True
+    planned_settings: ClassVar[Mapping[str, Any]] = {
+        **task_defaults("regression"),
+        "auto_augment": "none",
+        "color_jitter": 0.0,
+        "erase": 0.0,
+        "mixup": 0.0,
+        "cutmix": 0.0,
+        "smoothing": 0.0,
+    }
+    activation_name = "units"
+
+    def __init__(self, answers: NumberAnswers | None = None) -> None:
+        self.answers = answers
+
+    def dataset_spec(self, config: Config) -> DatasetSpec:
+        """Images with the columns `target`, without classes."""
+        if not config.data.target:
+            raise ConfigError("task=regression: say which column of the list with --target COLUMN")
+        return DatasetSpec.from_config(config.data, labels=False)
+
+    def output_names(self, splits: Splits) -> tuple[str, ...]:
+        """The targets."""
+        return splits.targets
+
+    def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
+        """Refuse a target that is the same for all training images."""
+        scale_of(splits)
+        return config, splits
+
+    def with_data(self, config: Config, splits: Splits | None) -> "Regression":
+        """The task with the scale of the targets."""
+        return self if splits is None else Regression(scale_of(splits))
+
+    def summary(self, config: Config, splits: Splits) -> list[str]:
+        """The number of images, and the range of each target."""
+        lines = super().summary(config, splits)
+        rows = torch.tensor([sample.numbers for sample in splits.train]).double()
+        answers = scale_of(splits)
+        for name, unit, log, values in zip(
+            answers.names, answers.units, answers.log, rows.T, strict=True
+        ):
+            low, high = (f"{one:.5g}" for one in known(values).aminmax())
+            learned = ", learned as its logarithm" if log else ""
+            lines.append(f"{printable(name)}: {low} to {high} {printable(unit)}".rstrip() + learned)
+        return lines
+
+    def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
+        outputs = forward(run, images, batch.sizes)
+        return self.losses(outputs, batch.labels).sum().view(1)
+
+    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each image, (images,), of values in units (images, targets)."""
+        wanted = self.standardised(labels).to(outputs)
+        there = ~wanted.isnan()
+        losses = F.huber_loss(outputs, wanted.nan_to_num(), reduction="none", delta=DELTA)
+        return (losses * there).mean(1)
+
+    def standardised(self, labels: Tensor) -> Tensor:
+        """Values in units (images, targets) -> what the network computes of them, on the CPU."""
+        assert self.answers is not None
+        return torch.from_numpy(self.answers.standardise(labels.double().numpy()))
+
+    def preview(
+        self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """The images, with their targets."""
+        lines = [
+            [f"{name} {value:.5g}" for name, value in zip(classes, row, strict=True)]
+            for row in batch.labels.tolist()
+        ]
+        return images, lines
+
+    def tally(self, samples: Sequence[Sample]) -> "NumberTally":
+        assert self.answers is not None
+        return NumberTally(self)
+
+    def format_scores(self, event: Event) -> str:
+        """Mean absolute error, in units."""
+        unit = self.answers.units[0] if self.answers and len(self.answers.names) == 1 else "std"
+        return f"val MAE {event['val_mae']:.4g} {printable(unit)}".rstrip()
+
+    def activation(self, run: "LoadedRun") -> nn.Module:
+        """Standardised values to units."""
+        assert run.answers is not None, "a network of numbers has its scale"
+        return Units(run.answers)
+
+    def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
+        """The columns that the network was trained on."""
+        units = () if self.answers is None else self.answers.units
+        return replace(spec, target=tuple(outputs), units=units, labels=False)
+
+    def label_names(self, spec: DatasetSpec, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """None: labels are numbers."""
+        return ()
+
+    def evaluation(
+        self, model: Any, samples: Sequence[Sample], notify: Notify
+    ) -> "NumberEvaluation":
+        return NumberEvaluation(samples, model.answers)
+
+    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
+        """The task, and the scale of the targets."""
+        assert self.answers is not None
+        return {**super().stored_fields(config, outputs), ANSWERS: self.answers.to_dict()}
+
+    def finish(self, run: "FinishedRun") -> None:
+        """Measure intervals on the validation images."""
+        try:
+            found = run.validation_logits
+        except DataError:  # which the report says
+            return
+        answers = run.loaded.answers
+        assert answers is not None
+        wanted = torch.from_numpy(answers.standardise(found.labels.double().numpy()))
+        apart = (found.logits.double() - wanted).abs() * torch.tensor(answers.std)
+        groups = found.calibration_groups(run.notify)
+        widths = [conformal_half_widths(*present(column, groups)) for column in apart.T]
+        shared = {
+            coverage: [one[coverage] for one in widths]
+            for coverage in widths[0]
+            if all(coverage in one for one in widths)
+        }
+        if shared:
+            update_run(run.folder, {INTERVALS: shared})
+            del run.loaded  # which is read again with them
+        if COVERAGE not in shared:
+            run.notify(
+                f"note: {len(found.paths)} validation images are too few for intervals that hold "
+                f"{COVERAGE:.0%} of the values"
+            )
+
+    def write_report(self, run: "FinishedRun") -> None:
+        """Errors, and the images with the largest ones, of the validation images."""
+        from vit.evaluation.number_page import write_number_report
+
+        found, answers = run.validation_logits, run.loaded.answers
+        assert answers is not None
+        values = Units(answers)(found.logits.double())
+        write_number_report(run.facts(found.failed), answers, values, found)
+
+
+class Units(nn.Module):
+    """Standardised values (batch, targets) -> the same in units."""
+
+    mean: Tensor
+    std: Tensor
+    log: Tensor
+
+    def __init__(self, answers: NumberAnswers) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(answers.mean))
+        self.register_buffer("std", torch.tensor(answers.std))
+        self.register_buffer("log", torch.tensor(answers.log))
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        values = outputs * self.std.to(outputs) + self.mean.to(outputs)
+        return torch.where(self.log, values.exp(), values) if self.log.any() else values
+
+
+class NumberEvaluation(Evaluation):
+    """Errors of each target."""
+
+    def __init__(self, samples: Sequence[Sample], answers: NumberAnswers) -> None:
+        super().__init__(samples)
+        self.answers = answers
+        self.values: list[Tensor | None] = []
+
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        self.values += [
+            None if output.probabilities is None else torch.as_tensor(output.probabilities)
+            for output in outputs
+        ]
+
+    def measured_groups(self) -> Tensor | None:
+        """The group of each image that was read, (images,); None of independent images."""
+        if self.groups is None:
+            return None
+        pairs = zip(self.groups, self.values, strict=True)
+        return number_groups([name for name, value in pairs if value is not None])
+
+    def scores(self) -> dict[str, Any]:
+        """Errors, and how often an interval holds the value; of several targets `questions`."""
+        rows = [
+            (value, sample.numbers)
+            for value, sample in zip(self.values, self.samples, strict=False)
+            if value is not None
+        ]
+        if not rows:
+            return {}
+        values = torch.stack([value for value, _ in rows]).double()
+        wanted = torch.tensor([numbers for _, numbers in rows], dtype=torch.float64)
+        groups = self.measured_groups()
+        questions = {
+            name: self._question(n, values[:, n], wanted[:, n], groups)
+            for n, name in enumerate(self.answers.names)
+        }
+        if len(questions) == 1:
+            (only,) = questions.values()
+            return only
+        apart = [self.answers.standardise(one.numpy()) for one in (values, wanted)]
+        error = float(np.nanmean(np.nanmean(np.abs(apart[0] - apart[1]), axis=0)))
+        return {"count": len(rows), "mae": error, "questions": questions}
+
+    def _question(
+        self, target: int, values: Tensor, wanted: Tensor, groups: Tensor | None
+    ) -> dict[str, Any]:
+        there = ~wanted.isnan()
+        some = None if groups is None else number_groups([*map(str, groups[there].tolist())])
+        scores = summarize_numbers(values[there], wanted[there], some, brief=self.brief)
+        widths = self.answers.half_widths.get(COVERAGE)
+        if widths is not None and scores["count"]:
+            ends = [
+                self.answers.interval(target, v, widths[target]) for v in values[there].tolist()
+            ]
+            pairs = zip(ends, wanted[there].tolist(), strict=True)
+            scores["coverage"] = sum(low <= one <= high for (low, high), one in pairs) / len(ends)
+        return scores
+
+
+class NumberTally:
+    """Loss and mean absolute error."""
+
+    def __init__(self, task: Regression) -> None:
+        assert task.answers is not None
+        self.task, self.answers = task, task.answers
+        self.units = Units(self.answers)
+        self.sums = torch.zeros(2 + 2 * len(self.answers.names), dtype=torch.float64)
+
+    def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
+        outputs = forward(run, images, batch.sizes).to(run.dtype).cpu()
+        apart = self.apart(outputs.double(), batch.labels.double())
+        there = ~apart.isnan()
+        loss = self.task.losses(outputs, batch.labels).double().sum()[None]
+        count = torch.tensor([len(outputs)]).double()
+        self.sums += torch.cat([loss, apart.nan_to_num().sum(0), there.sum(0).double(), count])
+
+    def apart(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Absolute errors, (images, targets), of several targets as they are standardised."""
+        if len(self.answers.names) == 1:
+            outputs, wanted = self.units(outputs), labels
+        else:
+            wanted = self.task.standardised(labels)
+        return (outputs - wanted).abs()
+
+    def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
+        """Mean loss and mean absolute error."""
+        loss, *each, count = totals
+        targets = len(self.answers.names)
+        pairs = zip(each[:targets], each[targets:], strict=True)
+        errors = [error / images for error, images in pairs if images]
+        return {"val_loss": loss / count, "val_mae": sum(errors) / len(errors)}
+
+
+def scale_of(splits: Splits) -> NumberAnswers:
+    """The scale of the targets by the training images; DataError for one that is constant."""
+    scales = []
+    for name, values in zip(
+        splits.targets, np.array([sample.numbers for sample in splits.train]).T, strict=True
+    ):
+        values = values[~np.isnan(values)]
+        if not len(values) or values.min() == values.max():
+            what = f"is {values[0]:g} in all" if len(values) else "is empty in all"
+            raise DataError(f"target {printable(name)}: {what} training images; nothing to learn")
+        skew = skewness(values)
+        log = bool(values.min() > 0 and skew > SKEWED and abs(skewness(np.log(values))) < skew)
+        scaled = np.log(values) if log else values
+        scales.append((float(scaled.mean()), float(scaled.std()), log))
+    mean, std, logs = zip(*scales, strict=True)
+    return NumberAnswers(splits.targets, splits.units, mean, std, logs)
+
+
+def skewness(values: Any) -> float:
+    """Third standardised moment."""
+    apart = values - values.mean()
+    return float((apart**3).mean() / (apart**2).mean() ** 1.5)
+
+
+def known(values: Tensor) -> Tensor:
+    """Those that are numbers."""
+    return values[~values.isnan()]
+
+
+def present(values: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The values that are numbers, and their groups."""
+    there = ~values.isnan()
+    return values[there], None if groups is None else groups[there]
