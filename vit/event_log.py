@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from vit.text import plural
 
 METRICS_FILE = "metrics.jsonl"
+LOWER_IS_BETTER = {"val_loss", "val_mae"}
+"""Scores that rank epochs and runs the other way round."""
 NUMBERS = {"epoch": ("epoch", "val_loss"), "soup": ("better",), "test": ("test_images",)}
 """Keys of the numbers that every event of a kind has."""
 MIN_CIDER_IMAGES = 100
@@ -71,7 +73,7 @@ def ranking_metric(event: Event) -> str:
         images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
         few = images < MIN_CIDER_IMAGES  # older runs have the number of all validation images
         return "val_loss" if few or "val_top1" in event else "val_cider"
-    return "val_top1" if "val_top1" in event else "val_loss"
+    return next((name for name in ("val_top1", "val_mae") if name in event), "val_loss")
 
 
 def best_epoch(epochs: Sequence[Event]) -> Event | None:
@@ -84,7 +86,8 @@ def best_epoch(epochs: Sequence[Event]) -> Event | None:
         if "val_rankme" in event:
             return float(event["epoch"]), 0.0
         metric, loss = ranking_metric(event), float(event["val_loss"])
-        return (-loss, 0.0) if metric == "val_loss" else (float(event[metric]), -loss)
+        score = float(event[metric])
+        return -score if metric in LOWER_IS_BETTER else score, -loss
 
     return max(epochs, key=rank, default=None)
 

@@ -85,8 +85,8 @@ class NumberAnswers:
     def standardise(self, values: Array) -> Array:
         """Units (..., targets) -> what the network computes; a logarithm of no number above 0 is
         not a number."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            scaled = np.where(self.log, np.log(np.where(self.log, values, 1.0)), values)
+        logs = np.log(np.where(values > 0, values, np.nan))
+        scaled = np.where(self.log, logs, values)
         standard: Array = (scaled - np.array(self.mean)) / np.array(self.std)
         return standard
 

@@ -186,6 +186,7 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
         "caption": [{"val_cider": one} for one in (0.2, 0.1, 0.9)],
         "classify,caption": [{"val_cider": one, "val_top1": one} for one in (0.2, 0.1, 0.9)],
         "mae": [{"val_rankme": one} for one in (9.0, 7.0, 8.0)],
+        "regression": [{"val_mae": one} for one in (0.2, 0.1, 0.9)],
     }.get(task, features)
     losses = (0.7, 0.3, 0.2)
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
@@ -264,6 +265,18 @@ def test_runs_are_sorted_and_those_without_a_value_come_last(add_run, tmp_path):
     assert order("date") == "dcba"
     with pytest.raises(ConfigError, match=r"sort=scoer: .* did you mean score"):
         order("scoer")
+
+
+def test_the_smallest_mean_absolute_error_is_the_best(add_run, tmp_path):
+    for name, errors in (("large", (40.0, 30.0)), ("small", (2.5, 2.75))):
+        events = [epoch(place, val_mae=error) for place, error in enumerate(errors, 1)]
+        add_run(name, [{k: v for k, v in one.items() if k != "val_top1"} for one in events])
+    found = runs(tmp_path / "runs").runs
+    assert [(one.name, one.score, one.best_epoch) for one in found] == [
+        ("small", 2.5, 1),
+        ("large", 30.0, 2),
+    ]
+    assert [one.score_text for one in found] == ["MAE 2.5", "MAE 30"]
 
 
 def test_what_is_no_run_folder_is_left_out(add_run, tmp_path, tiny_run):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import vit
 from tests.tasks.conftest import TINY
+from vit.commands.main import main
 from vit.data.dataset_types import Sample, Splits
 from vit.errors import ConfigError, DataError
 from vit.number_answers import NumberAnswers
@@ -150,3 +152,25 @@ def test_answers_are_stored_as_json():
     answers = NumberAnswers(("a",), ("cm",), (1.0,), (2.0,), (True,)).with_intervals({0.9: [0.3]})
     text = json.dumps([answers.to_dict(), answers.half_widths])
     assert NumberAnswers.from_dict(*json.loads(text)) == answers
+
+
+@pytest.mark.auto_precision
+def test_a_run_has_a_report_an_evaluation_a_page_and_it_is_not_compared(
+    run, grey_list, tmp_path, capsys
+):
+    report = run.folder / "report.html"
+    first = report.read_text(encoding="utf-8")
+    assert "The band is the interval of 90%" in first
+    report.unlink()
+    assert main(["report", str(run.folder)]) == 0
+    assert "The band is the interval of 90%" in report.read_text(encoding="utf-8")
+    page = tmp_path / "page.html"
+    words = [str(run.folder), str(grey_list), "--device", "cpu", "--precision", "fp32"]
+    assert main(["evaluate", *words, "--html", str(page)]) == 0
+    (printed,) = re.findall(r"^MAE +(\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert float(printed) == pytest.approx(run.scores["mae"], rel=1e-4)
+    assert f">{printed}<" in page.read_text(encoding="utf-8")
+    assert main(["compare", str(run.folder), *words]) == 2
+    assert "only classifiers are compared" in capsys.readouterr().err
+    assert main(["report", str(run.folder), "--corruptions"]) == 2
+    assert "corruptions: measures classifiers" in capsys.readouterr().err

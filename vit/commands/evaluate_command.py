@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         metavar="FILE",
-        help="a page with all numbers, classifiers only; an older file is replaced",
+        help="a page with all scores, of classifiers and of numbers; an older file is replaced",
     )
     add_search_options(parser)
     add_network_options(parser)
@@ -92,15 +92,9 @@ def run(args: argparse.Namespace) -> int:
 
 def format_scores(scores: Mapping[str, Any]) -> str:
     """Text of all metrics, of the weakest classes, and of examples of captions."""
-    lines = [f"{'images':<18} {scores['count']}"]
-    groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
-    for row in metric_rows(scores):
-        metric, notes = row.metric, row.metric.note.format(percent(scores.get("ece_chance")))
-        if row.interval:
-            notes = f"95 % interval: {' to '.join(map(metric.text, row.interval))}{groups}"
-        if metric.title:
-            more = f"  ({notes})" if notes else ""
-            lines.append(f"{metric.title:<18} {metric.text(row.value)}{more}")
+    lines = [f"{'images':<18} {scores['count']}", *metric_lines(scores)]
+    for name, found in scores.get("questions", {}).items():
+        lines += ["", f"{printable(name)}, {plural(found['count'], 'image')}", *metric_lines(found)]
     if "per_class" in scores:
         lines += weakest_classes(scores["per_class"])
     for row in scores.get("examples", ()):
@@ -110,6 +104,22 @@ def format_scores(scores: Mapping[str, Any]) -> str:
             f"  reference  {printable(row['reference'])}",
         ]
     return "\n".join([*lines, *slice_lines(scores), *robustness_lines(scores)])
+
+
+def metric_lines(scores: Mapping[str, Any]) -> list[str]:
+    """A line for each metric."""
+    lines = []
+    groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
+    for row in metric_rows(scores):
+        metric, notes = row.metric, row.metric.note.format(percent(scores.get("ece_chance")))
+        if "questions" in scores:
+            notes = "mean over the targets, in standard deviations of the training images"
+        if row.interval:
+            notes = f"95 % interval: {' to '.join(map(metric.text, row.interval))}{groups}"
+        if metric.title:
+            more = f"  ({notes})" if notes else ""
+            lines.append(f"{metric.title:<18} {metric.text(row.value)}{more}")
+    return lines
 
 
 def slice_lines(scores: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ class Chart:
     Args:
         curves: Label, class in the page's style, and the (x, y) of each value.
         notes: A text for each point, shown under the pointer; empty without.
+        band: The corners of an area behind the points.
     """
 
     width: ClassVar = 420
@@ -30,6 +31,7 @@ class Chart:
     right: ClassVar = 402
     top: ClassVar = 46
     bottom: ClassVar = 220
+    dot: ClassVar[float] = 5
 
     title: str
     description: str
@@ -42,6 +44,15 @@ class Chart:
     notes: Sequence[str] = ()
     lines: Sequence[tuple[float, float, float, float, str]] = ()
     bars: Sequence[tuple[float, float, float, float]] = ()
+    band: Sequence[tuple[float, float]] = ()
+
+
+class SquareChart(Chart):
+    """A chart of many points, as high as wide."""
+
+    height: ClassVar = 434
+    bottom: ClassVar = 394
+    dot: ClassVar = 2.5
 
 
 def line_chart(
@@ -114,6 +125,44 @@ def reliability_chart(
     )
 
 
+def scatter_chart(
+    true: Sequence[float], predicted: Sequence[float], *, half_width: float | None, log: bool
+) -> Chart:
+    """Predicted against true numbers, with the line on which they are equal.
+
+    Args:
+        true: Finite, and above 0 where `log`; `predicted` too.
+        half_width: Distance of the band's edges from the line, that of logarithms where `log`.
+        log: Whether the axes are logarithmic.
+    """
+    scale = math.log if log else float
+    numbers = [*true, *predicted] or [1.0]
+    first, last = min(numbers), max(numbers)
+    low, high = scale(first), scale(last)
+    ticks = (log_ticks if log else nice_ticks)(first, last)
+    marks = [tick for tick in ticks if first <= tick <= last]
+    to_x = _scale(low, high, Chart.left, Chart.right)
+    to_y = _scale(low, high, SquareChart.bottom, Chart.top)
+    band = []
+    if half_width is not None:
+        above, below = min(low + half_width, high), max(high - half_width, low)
+        edge = [(low, low), (low, above), (below, high), (high, high)]
+        edge += [(high, below), (above, low)]
+        band = [(to_x(x), to_y(y)) for x, y in edge]
+    return SquareChart(
+        title="Predicted against true",
+        description=f"Predicted against true: {len(true)} images, {first:.4g} to {last:.4g}",
+        ticks=[(to_y(scale(mark)), _label(mark, "")) for mark in marks],
+        marks=[(to_x(scale(mark)), _label(mark, "")) for mark in marks],
+        axis="true",
+        points=[
+            (to_x(scale(x)), to_y(scale(y)), "dot") for x, y in zip(true, predicted, strict=True)
+        ],
+        lines=[(to_x(low), to_y(low), to_x(high), to_y(high), "train")],
+        band=band,
+    )
+
+
 def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
     """A curve of the score for each corruption, from images as they are to severity 5."""
     if robustness is None or robustness["mean"] is None:
@@ -183,6 +232,17 @@ def nice_ticks(low: float, high: float, limit: int = 7) -> list[float]:
         if last - first < limit:
             break
     return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, limit: int = 7) -> list[float]:
+    """At most `limit` round numbers for a logarithmic axis from `low` to `high`, both above 0."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1,)):
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= limit:
+            break
+    return ticks[:: math.ceil(len(ticks) / limit)] if len(ticks) > 2 else nice_ticks(low, high)
 
 
 def epoch_ticks(first: int, last: int) -> list[int]:

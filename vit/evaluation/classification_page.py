@@ -214,15 +214,20 @@ def multilabel_mistakes(
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
-    """The whole page."""
+    """The whole page of a classifier, or of a network of numbers."""
+    shown = {
+        "heading": os.path.basename(os.path.normpath(model)) or model,
+        "model": model,
+        "data": data,
+        "scores": scores,
+    }
+    if "per_class" not in scores:
+        return render_page("number_evaluation.html.j2", **shown)
     first, rows, counts = metric_rows(scores)[0], scores["per_class"], scores.get("confusion")
     by = "average_precision" if "average_precision" in rows[0] else "f1"
     return render_page(
         "evaluation_page.html.j2",
-        heading=os.path.basename(os.path.normpath(model)) or model,
-        model=model,
-        data=data,
-        scores=scores,
+        **shown,
         key=first.name,
         interval=first.interval,
         numbers=[

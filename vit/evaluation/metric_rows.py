@@ -20,14 +20,25 @@ class Metric(NamedTuple):
     """Whether it is a share of the images."""
     note: str = ""
     """Follows the value; {} is the calibration error by chance."""
+    in_units: bool = False
+    """Whether it is in the unit of a target."""
 
-    def text(self, value: float | None, digits: str = ".4f") -> str:
-        """A value, or `none`; `digits` is the format of numbers that are no shares."""
-        return percent(value) if self.share or value is None else f"{value:{digits}}"
+    def text(self, value: float | None, digits: str = "") -> str:
+        """A value, or `none`; `digits` is another format of numbers that are no shares."""
+        return (
+            percent(value)
+            if self.share or value is None
+            else f"{value:{digits or ('.5g' if self.in_units else '.4f')}}"
+        )
 
 
 METRICS = {
     "map": Metric("mAP"),
+    "mae": Metric("MAE", share=False, note="mean absolute error", in_units=True),
+    "rmse": Metric("RMSE", share=False, note="root of the mean squared error", in_units=True),
+    "r2": Metric("R²", share=False, note="share of the variance that is explained"),
+    "spearman": Metric("Spearman", share=False, note="correlation of ranks"),
+    "coverage": Metric("coverage", note="share of the values in their 90 % interval"),
     "top1": Metric("top-1", of_images=True),
     "top5": Metric("top-5", of_images=True),
     "balanced_accuracy": Metric("balanced accuracy"),

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.fit_calibration import set_levels
-from vit.evaluation.intervals import MIN_BOOTSTRAP_GROUPS, bootstrap, weighted_mean
+from vit.evaluation.intervals import MIN_BOOTSTRAP_GROUPS, bootstrap, number_groups, weighted_mean
+from vit.number_answers import COVERAGE, NumberAnswers
 
 COVERAGES = (0.5, 0.8, 0.9, 0.95)
 """Coverages of conformal intervals that have a half width."""
@@ -71,6 +72,46 @@ def summarize_numbers(
     few = len(true) < MIN_BOOTSTRAP_GROUPS
     intervals = bootstrap(len(true), statistics, groups=groups, few=few)
     return found | {f"{name}_interval": limits for name, limits in intervals.items()}
+
+
+def summarize_targets(
+    answers: NumberAnswers,
+    predicted: Tensor,
+    true: Tensor,
+    groups: Tensor | None = None,
+    *,
+    brief: bool = False,
+) -> dict[str, Any]:
+    """Scores of one target; of several the mean error by the standard deviations of the training
+    images, and the scores of each under `questions`.
+
+    `coverage` is the share of true numbers in the interval, where the network has intervals.
+
+    Args:
+        predicted: In units, (images, targets) float64.
+        true: As `predicted`, NaN where an image has no number.
+        groups, brief: As for `summarize_numbers`.
+    """
+    questions = {}
+    for target, name in enumerate(answers.names):
+        there = ~true[:, target].isnan()
+        values, wanted = predicted[there, target], true[there, target]
+        some = None if groups is None else number_groups([*map(str, groups[there].tolist())])
+        scores = questions[name] = summarize_numbers(values, wanted, some, brief=brief)
+        widths = answers.half_widths.get(COVERAGE)
+        if widths is not None and len(values):
+            ends = [answers.interval(target, value, widths[target]) for value in values.tolist()]
+            pairs = zip(ends, wanted.tolist(), strict=True)
+            scores["coverage"] = sum(low <= one <= high for (low, high), one in pairs) / len(ends)
+    if len(questions) == 1:
+        return questions[answers.names[0]]
+    standard = [torch.from_numpy(answers.standardise(one.numpy())) for one in (predicted, true)]
+    mean = float((standard[0] - standard[1]).abs().nanmean(dim=0).nanmean())
+    return {
+        "count": len(true),
+        "mae": mean if math.isfinite(mean) else None,
+        "questions": questions,
+    }
 
 
 def _centred_ranks(places: Tensor, weights: Tensor) -> Tensor:

@@ -118,12 +118,14 @@ def epoch_chart(
     return line_chart(title, numbers, values, best=facts.best_epoch, unit=unit)
 
 
-def learning_charts(facts: RunFacts, score_key: str, score_name: str) -> list[Chart]:
-    """The losses, and a score that is a share, if it is defined."""
+def learning_charts(
+    facts: RunFacts, score_key: str, score_name: str, unit: str = "%"
+) -> list[Chart]:
+    """The losses, and a score, by default a share, if it is defined."""
     losses = {"training": ["train_loss"], "validation": ["val_loss"]}
     charts = [epoch_chart(facts, "Loss", losses)]
     if all(event[score_key] is not None for event in facts.epochs):
-        charts.append(epoch_chart(facts, score_name, {"validation": [score_key]}, "%"))
+        charts.append(epoch_chart(facts, score_name, {"validation": [score_key]}, unit))
     return charts
 
 

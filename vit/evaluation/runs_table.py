@@ -33,6 +33,7 @@ from vit.errors import ConfigError, RunError
 from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.metric_rows import metric_of
 from vit.event_log import (
+    LOWER_IS_BETTER,
     METRICS_FILE,
     Event,
     best_epoch,
@@ -59,7 +60,7 @@ MAX_HEADER_BYTES = 100_000_000
 def rank_of(run: "RunRecord") -> tuple[str, float]:
     """Sort key of scores: those of one metric stand together, the best one first."""
     metric, score = run.metric or "", run.score or 0.0
-    return metric_of(metric).title, score if metric == "val_loss" else -score
+    return metric_of(metric).title, score if metric in LOWER_IS_BETTER else -score
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,7 +267,7 @@ def check_comparable(runs: Sequence[PathLike], predictors: Sequence[Predictor]) 
     """Refuse networks whose answers cannot be compared."""
     first, several = predictors[0], predictors[0].thresholds is not None
     for run, predictor in zip(runs, predictors, strict=True):
-        if predictor.n_best or not predictor.classes:
+        if predictor.n_best or predictor.answers or not predictor.classes:
             raise ConfigError(
                 f"{run}: only classifiers are compared, and this network is not one; vit "
                 "evaluate measures it, with intervals to compare"

@@ -101,8 +101,8 @@ def evaluate(
     spec = dataclasses.replace(spec, columns=(*spec.columns, *config.slice))
     predictor = open_evaluated(model, **vars(inference), notify=notify)
     score = predictor.task.metric.removeprefix("val_")
-    if config.page and score not in CLASSIFIER_SCORES:
-        raise ConfigError("html: pages show classifiers; --json FILE has all scores")
+    if config.page and score not in (*CLASSIFIER_SCORES, "mae"):
+        raise ConfigError("html: pages show classifiers and numbers; --json FILE has all scores")
     if config.corruptions and score not in CLASSIFIER_SCORES:
         raise ConfigError(
             "corruptions: measures classifiers, and this network is not one; leave it out"

@@ -24,7 +24,7 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.intervals import number_groups
-from vit.evaluation.number_metrics import conformal_half_widths, summarize_numbers
+from vit.evaluation.number_metrics import conformal_half_widths, summarize_targets
 from vit.number_answers import COVERAGE, NumberAnswers
 from vit.output.prediction_results import ImageOutput
 from vit.tasks.task import Evaluation, Event, Task, TrainingRun, forward
@@ -185,7 +185,8 @@ class Regression(Task):
         found, answers = run.validation_logits, run.loaded.answers
         assert answers is not None
         values = Units(answers)(found.logits.double())
-        write_number_report(run.facts(found.failed), answers, values, found)
+        facts, true = run.facts(found.failed), found.labels.double()
+        write_number_report(facts, answers, values, true, found.paths, found.groups)
 
 
 class Units(nn.Module):
@@ -238,32 +239,9 @@ class NumberEvaluation(Evaluation):
             return {}
         values = torch.stack([value for value, _ in rows]).double()
         wanted = torch.tensor([numbers for _, numbers in rows], dtype=torch.float64)
-        groups = self.measured_groups()
-        questions = {
-            name: self._question(n, values[:, n], wanted[:, n], groups)
-            for n, name in enumerate(self.answers.names)
-        }
-        if len(questions) == 1:
-            (only,) = questions.values()
-            return only
-        apart = [self.answers.standardise(one.numpy()) for one in (values, wanted)]
-        error = float(np.nanmean(np.nanmean(np.abs(apart[0] - apart[1]), axis=0)))
-        return {"count": len(rows), "mae": error, "questions": questions}
-
-    def _question(
-        self, target: int, values: Tensor, wanted: Tensor, groups: Tensor | None
-    ) -> dict[str, Any]:
-        there = ~wanted.isnan()
-        some = None if groups is None else number_groups([*map(str, groups[there].tolist())])
-        scores = summarize_numbers(values[there], wanted[there], some, brief=self.brief)
-        widths = self.answers.half_widths.get(COVERAGE)
-        if widths is not None and scores["count"]:
-            ends = [
-                self.answers.interval(target, v, widths[target]) for v in values[there].tolist()
-            ]
-            pairs = zip(ends, wanted[there].tolist(), strict=True)
-            scores["coverage"] = sum(low <= one <= high for (low, high), one in pairs) / len(ends)
-        return scores
+        return summarize_targets(
+            self.answers, values, wanted, self.measured_groups(), brief=self.brief
+        )
 
 
 class NumberTally:
