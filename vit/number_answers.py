@@ -5,6 +5,7 @@
 Stored in config.json of a run and in the metadata of exported files. Needs no torch.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,10 +61,11 @@ class NumberAnswers:
                 "images decide which"
             )
 
-    def columns(self, coverage: float | None = None) -> tuple[str, ...]:
-        """Names of the columns of a row."""
+    def columns(self, coverage: float | None = None) -> dict[str, str]:
+        """Name of each column of a row -> its unit."""
         ends = ENDS if (coverage or COVERAGE) in self.half_widths else ()
-        return tuple(column for name in self.names for column in (name, *_ends_of(name, ends)))
+        pairs = zip(self.names, self.units, strict=True)
+        return {column: unit for name, unit in pairs for column in (name, *_ends_of(name, ends))}
 
     def row(self, values: Sequence[float], coverage: float | None = None) -> dict[str, float]:
         """Column -> cell, of the values of an image in units."""
@@ -97,6 +99,10 @@ class NumberAnswers:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the intervals."""
         return {name: list(value) for name, value in vars(self).items() if name != "half_widths"}
+
+    def to_json(self) -> str:
+        """Arguments of `from_dict`, for the metadata of a file."""
+        return json.dumps([self.to_dict(), self.half_widths], ensure_ascii=False)
 
     @staticmethod
     def from_dict(values: Any, intervals: Any = None) -> "NumberAnswers":

@@ -162,7 +162,7 @@ def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> d
     if run.calibration is not None:
         known[SCORE_CALIBRATION] = json.dumps(run.calibration.to_dict())
     if run.answers is not None:
-        known["answers"] = json.dumps([run.answers.to_dict(), run.answers.half_widths])
+        known["answers"] = run.answers.to_json()
     return {
         **known,
         "graph": "classifier",

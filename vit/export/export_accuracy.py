@@ -31,7 +31,7 @@ class Accuracy:
     failed: int
     before: float | None
     after: float | None
-    agreement: float
+    agreement: float | None
     difference: float
     score: str = "top-1"
 
@@ -58,10 +58,13 @@ class Accuracy:
         """Text of the comparison."""
         left_out = f"; {self.failed} could not be read" if self.failed else ""
         answer = "class" if self.score == "top-1" else "classes"
+        alike = f"numbers within {self.difference:.2g}"
+        if self.agreement is not None:
+            share = f"{self.agreement:.2%}"
+            alike = f"same {answer} on {share}, probabilities within {self.difference:.2g}"
         return (
             f"{self.score}: run {percent(self.before)}, file {percent(self.after)}, on "
-            f"{self.count} images (same {answer} on {self.agreement:.2%}, probabilities within "
-            f"{self.difference:.2g}{left_out})"
+            f"{self.count} images ({alike}{left_out})"
         )
 
 
@@ -102,15 +105,15 @@ def compare(
     if not readable:
         raise DataError(f"none of {len(samples)} images can be read; choose other data")
     before, after = np.stack(ours), np.stack(theirs)
-    same = task.decisions(before, run.thresholds) == task.decisions(after, run.thresholds)
+    decided, again = (task.decisions(one, run.thresholds) for one in (before, after))
     return Accuracy(
         count=len(readable),
         failed=len(samples) - len(readable),
         before=task.score(before, readable),
         after=task.score(after, readable),
-        agreement=float(same.all(axis=1).mean()),
+        agreement=None if decided is None else float((decided == again).all(axis=1).mean()),
         difference=float(np.abs(before - after).max()),
-        score=metric_of(task.metric).title,
+        score=metric_of(task.share or task.metric).title,
     )
 
 

@@ -179,8 +179,8 @@ def write_torch(job: ExportJob) -> Exported:
 
     The input is bytes (batch, height, width, 3) of the network's own size; resize and crop are not
     part of the program. Its extra files are preprocessing.json, classes.json and, of a multi-label
-    model, thresholds.json; of calibrated scores, score_calibration.json; of weights with a known
-    licence, license.txt.
+    model, thresholds.json; of calibrated scores, score_calibration.json; of numbers, answers.json;
+    of weights with a known licence, license.txt.
     """
     run = job.run
     part = classifier_graph.part_of(run, tokens=job.options.tokens)
@@ -199,6 +199,8 @@ def write_torch(job: ExportJob) -> Exported:
         extra_files["thresholds.json"] = json.dumps(run.thresholds)
     if run.calibration is not None:
         extra_files["score_calibration.json"] = json.dumps(run.calibration.to_dict())
+    if run.answers is not None:
+        extra_files["answers.json"] = run.answers.to_json()
     if run.license is not None:
         extra_files["license.txt"] = run.license
     extra_files["classes.json"] = json.dumps(list(run.classes), ensure_ascii=False)

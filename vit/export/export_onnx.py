@@ -82,7 +82,7 @@ def build_classifier(part: Part, job: ExportJob, images: SampleImages) -> Any:
     onnx, opset = libraries(), options.opset or OPSET
     proto = trace_module(part, opset)
     if options.precision == "fp16":
-        proto = convert_to_float16(proto)
+        proto = convert_to_float16(proto, units=job.run.answers is not None)
     classifier_graph.prepend_preprocessing(proto, job.run.preprocessing)
     metadata = classifier_graph.metadata_of(
         job.run, printable(job.source), precision=options.precision, opset=opset

@@ -23,10 +23,11 @@ FLOAT32_OPERATORS = (
 LARGEST = float(np.finfo(np.float16).max)
 
 
-def convert_to_float16(proto: Any) -> Any:
+def convert_to_float16(proto: Any, *, units: bool = False) -> Any:
     """Convert a float32 graph to float16; inputs and outputs keep their types.
 
-    The distance from the training images stays in float32: it is a difference of large numbers.
+    The distance from the training images stays in float32: it is a difference of large numbers; so
+    do numbers in `units`, such as a year.
     """
     from onnxruntime.transformers import float16
     from onnxruntime.transformers.onnx_model import OnnxModel
@@ -41,7 +42,11 @@ def convert_to_float16(proto: Any) -> Any:
                 proto,
                 keep_io_types=True,
                 op_block_list=blocked,
-                node_block_list=[*feeds_from_images(proto), *(node.name for node in apart)],
+                node_block_list=[
+                    *feeds_from_images(proto),
+                    *(node.name for node in apart),
+                    *(after_last_product(proto) if units else ()),
+                ],
             )
             tidy_casts(half)
             OnnxModel(half).topological_sort()  # casts that it adds come last
@@ -122,6 +127,15 @@ def distance_nodes(proto: Any) -> list[Any]:
 
 def feeds_from_images(proto: Any) -> list[str]:
     """Names of the nodes before the first product, the normalisation of pixels."""
-    nodes = proto.graph.node
-    products = (place for place, node in enumerate(nodes) if node.op_type in ("MatMul", "Gemm"))
-    return [node.name for node in nodes[: next(products, 0)]]
+    return [node.name for node in proto.graph.node[: next(iter(products(proto)), 0)]]
+
+
+def after_last_product(proto: Any) -> list[str]:
+    """Names of the nodes after the head."""
+    return [node.name for node in proto.graph.node[products(proto)[-1] + 1 :]]
+
+
+def products(proto: Any) -> list[int]:
+    """Places of the matrix products among the nodes."""
+    nodes = enumerate(proto.graph.node)
+    return [place for place, node in nodes if node.op_type in ("MatMul", "Gemm")]

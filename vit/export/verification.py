@@ -25,6 +25,7 @@ from vit.generation.generation_config import Search
 from vit.inference.prediction_job import find_images, input_paths
 from vit.inference.predictor import Predictor
 from vit.model.captioner import Captioner
+from vit.output.answers import NumberAnswers
 from vit.output.prediction_results import Prediction
 from vit.paths import did_you_mean, path_argument
 from vit.tasks.task import calibrated_activation
@@ -62,6 +63,8 @@ class ModelOutputs:
     caption: str | None = None
     likelihood: float = 1.0
     thresholds: tuple[float, ...] | None = None
+    numbers: bool = False
+    """Whether they are standardised numbers, of which none is the answer."""
 
     def agreement(self, other: "ModelOutputs") -> float:
         """1 if the first class and the caption are equal, else 0.
@@ -75,7 +78,7 @@ class ModelOutputs:
             return float((ours & theirs).sum() / named) if named else 1.0
         return float(
             self.caption == other.caption
-            and (not len(first) or bool(first.argmax() == second.argmax()))
+            and (self.numbers or not len(first) or bool(first.argmax() == second.argmax()))
         )
 
     def difference(self, other: "ModelOutputs") -> float:
@@ -109,9 +112,8 @@ def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
         if not np.isfinite(probabilities).all():
             outputs.append("the network overflowed in float32")
         elif caption is None:
-            if run.answers is not None:
-                probabilities = run.answers.standardise(probabilities)
-            outputs.append(ModelOutputs(probabilities, thresholds=run.thresholds))
+            one = ModelOutputs(probabilities, thresholds=run.thresholds)
+            outputs.append(one if run.answers is None else standardised(one, run.answers))
         else:
             outputs.append(ModelOutputs(probabilities, caption.text, math.exp(caption.score)))
     return outputs
@@ -144,11 +146,15 @@ def _all_outputs(
     outputs = [_outputs_of(one, classes, thresholds) for one in found]
     if predictor.answers is None:
         return outputs
-    scaled = predictor.answers.standardise
     return [
-        one if isinstance(one, str) else replace(one, probabilities=scaled(one.probabilities))
-        for one in outputs
+        one if isinstance(one, str) else standardised(one, predictor.answers) for one in outputs
     ]
+
+
+def standardised(outputs: ModelOutputs, answers: NumberAnswers) -> ModelOutputs:
+    """The same of numbers in units, which then differ as probabilities do."""
+    values = answers.standardise(outputs.probabilities)
+    return replace(outputs, probabilities=values, numbers=True)
 
 
 def _outputs_of(

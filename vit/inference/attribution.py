@@ -203,9 +203,10 @@ def attribute_classes(
     """Attribution maps of the two most probable classes with their deletion metric; of a
     multi-label model, of the classes above their thresholds, at most five, or of the best one.
 
-    The maps of tiles are not tested by deletion.
+    The maps of tiles and of numbers are not tested by deletion; a number is explained by what makes
+    it larger.
     """
-    if predictor.preprocessing.tiles is not None:
+    if predictor.preprocessing.tiles is not None or predictor.answers is not None:
         assert output.probabilities is not None
         return [
             ClassAttribution(predictor.classes[index], float(output.probabilities[index]), weights)
@@ -253,6 +254,8 @@ def _class_relevance(
     if thresholds is not None and threshold is not None:
         thresholds = (threshold,) * len(thresholds)
     classes = classes_to_explain(output.probabilities, thresholds)
+    if predictor.answers is not None:
+        classes = [*range(len(predictor.classes))][:MAX_CLASSES]
     if isinstance(output.pixels, TiledImage):
         return classes, torch.empty(0), tile_relevance(predictor, output.pixels, classes)
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))
@@ -266,9 +269,13 @@ def _class_relevance(
 def tile_relevance(predictor: Predictor, image: TiledImage, classes: Sequence[int]) -> Tensor:
     """`TiledClassifier.relevance` of the tiles of an image, (classes, rows, cols)."""
     numbers, features = predictor.tile_features(image)
-    exclusive = predictor.thresholds is None
-    maps: Tensor = features.new_zeros(len(classes), math.prod(image.shape))
-    maps[:, numbers] = predictor.model.relevance(features, classes, exclusive=exclusive)
+    pool, head = predictor.model.tile_pool, predictor.model.head.weight
+    shares = pool.shares(features[None], torch.ones(1, len(features)).bool().to(features.device))[0]
+    exclusive = predictor.thresholds is None and predictor.answers is None
+    head = head[classes] - (head.mean(dim=0) if exclusive else 0)
+    parts: Tensor = head @ (shares * features).T
+    maps = parts.new_zeros(len(classes), math.prod(image.shape))
+    maps[:, numbers] = parts.clamp(min=0)
     return maps.view(len(classes), *image.shape)
 
 
@@ -315,7 +322,7 @@ class ClassAttribution:
 def class_attributions_to_json(
     predictor: Predictor, output: ImageOutput, attributions: Sequence[ClassAttribution]
 ) -> dict[str, Any]:
-    """The maps of the classes of an image as a JSON object."""
+    """The maps of the classes, or numbers, of an image as a JSON object."""
     assert output.pixels is not None, "an output without an error has an image"
     return {
         "image": output.image,
@@ -323,13 +330,18 @@ def class_attributions_to_json(
         "classes": [
             {
                 "label": one.label,
-                "probability": _short(one.probability),
+                score_name(predictor): _short(one.probability),
                 "weights": rounded_weights(one.weights),
                 **({} if one.deletion is None else {"deletion": _deletion_to_json(one.deletion)}),
             }
             for one in attributions
         ],
     }
+
+
+def score_name(predictor: Predictor) -> str:
+    """The key of what a map explains in a JSON object."""
+    return "probability" if predictor.answers is None else "value"
 
 
 def input_region(

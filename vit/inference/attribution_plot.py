@@ -5,7 +5,7 @@ Each image becomes a PNG and a JSON file of the same name:
     {"image", "caption", "words": [{"text", "weights": [[share of each patch]]}]}
     {"image", "seen", "classes": [{"label", "probability", "weights", "deletion"}]}
 
-without "deletion" if the maps are not tested.
+without "deletion" if the maps are not tested; of numbers "value" replaces "probability".
 """
 
 import os
@@ -59,8 +59,12 @@ def check_explainable(predictor: Predictor, *, deletion: bool = True) -> None:
                 "no_deletion: maps of words are never tested by deletion; leave it out"
             )
         return
-    if predictor.preprocessing.tiles is not None and not deletion:
-        raise ConfigError("no_deletion: maps of tiles are never tested by deletion; leave it out")
+    tiles = predictor.preprocessing.tiles is not None
+    if (tiles or predictor.answers is not None) and not deletion:
+        raise ConfigError(
+            f"no_deletion: maps of {'tiles' if tiles else 'numbers'} are never tested by deletion; "
+            "leave it out"
+        )
     if predictor.tta is not None:
         raise ConfigError(
             f"tta={predictor.tta}: one view of an image is explained, and answers are the "

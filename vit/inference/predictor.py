@@ -173,9 +173,9 @@ class Predictor:
         check_selection(self.calibration, reject=reject, sets=sets)
         check_decisions(self.thresholds, reject=reject, threshold=threshold)
 
-    def answer_columns(self, sets: float | None = None) -> tuple[str, ...]:
-        """Columns of the numbers in a row; none of a network without them."""
-        return () if self.answers is None else self.answers.columns(sets)
+    def answer_columns(self, sets: float | None = None) -> dict[str, str]:
+        """Columns of the numbers in a row and their units; none of a network without them."""
+        return {} if self.answers is None else self.answers.columns(sets)
 
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
         """Choose the precision for a list now, where `auto` leaves it to a trial."""

@@ -128,10 +128,12 @@ class TorchEngine:
             )
         self.task_name, self.thresholds = loaded.task_name, loaded.thresholds
         self.shares = get_task(loaded.task_name).activation_name in SHARES
-        self.answers = loaded.answers
         self.calibration, self.activation = loaded.calibration, calibrated_activation(loaded)
         self.distance, self.returns_distances = loaded.distance, False
         self.keep_aspect = config.keep_aspect and not self.preprocessing.native
+        self.answers = loaded.answers
+        if self.answers is not None and self.keep_aspect:  # intervals are those of square crops
+            self.answers = self.answers.with_intervals({})
         self.native, self.tta = config.keep_aspect or self.preprocessing.native, config.tta
         if self.native:
             patch_size = loaded.model.patch_embed.patch_size

@@ -156,7 +156,7 @@ class Layout:
     digits: int | None = None
     reject: bool = False
     sets: bool = False
-    answers: Sequence[str] = ()
+    answers: Mapping[str, str] = field(default_factory=dict, hash=False)
     cells: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False, hash=False)
 
     @cached_property
@@ -334,7 +334,8 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
             return cell if cell and NUMBER.fullmatch(cell) else csv_text(cell or "")
         if isinstance(cell, tuple):
             return BETWEEN.join(map(text, cell))
-        number = repr(cell) if layout.digits is None else f"{cell:.{layout.digits}f}"
+        kind = "g" if layout.answers and abs(cell) < 1 else "f"  # 0.00002 m is not 0
+        number = repr(cell) if layout.digits is None else f"{cell:.{layout.digits}{kind}}"
         return number.replace(".", ",") if layout.separator == ";" else number
 
     def line(prediction: Prediction) -> str:
@@ -391,7 +392,9 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     """
     image_width = column_width("image", *layout.images)
     label_width = column_width("label", *layout.classes, *([UNKNOWN] if layout.reject else []))
-    answer_widths = [max(display_width(printable(name)), NUMBER_WIDTH) for name in layout.answers]
+    units = (f" ({unit})" if unit else "" for unit in layout.answers.values())
+    numbers = [printable(f"{name}{unit}") for name, unit in zip(layout.answers, units, strict=True)]
+    answer_widths = [max(display_width(name), NUMBER_WIDTH) for name in numbers]
     listed = [*layout.list_columns.values()]
     texts = zip(listed, *map(layout.list_texts, layout.cells), strict=True)
     widths = [column_width(*column) for column in texts]
@@ -408,8 +411,8 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             most = 1 if layout.multilabel else layout.top_k
             for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
-        numbers = zip(prediction.answers.values(), answer_widths, strict=False)
-        cells += [f"{value:{width}.5g}" for value, width in numbers]
+        found = zip(prediction.answers.values(), answer_widths, strict=False)
+        cells += [f"{value:{width}.5g}" for value, width in found]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -423,7 +426,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
 
     header = [pad("image", image_width)]
     header += [pad("label", label_width), "score  "] * (1 if layout.multilabel else layout.top_k)
-    header += map(pad_left, map(printable, layout.answers), answer_widths)
+    header += map(pad_left, numbers, answer_widths)
     for caption, score in layout.caption_columns:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)

@@ -133,7 +133,7 @@ class ServedModel:
             "classes": list(predictor.classes),
             "multilabel": predictor.thresholds is not None,
             "captions": self.captions,
-            "answers": list(predictor.answer_columns()),
+            "answers": predictor.answer_columns(),
             "probabilities": predictor.shares,
             "calibrated": self.calibrated,
             "rejects": self.allows(RowOptions(reject=True)),
@@ -147,7 +147,7 @@ class ServedModel:
         """The properties in one line, for the log."""
         kind = plural(len(self.predictor.classes), "class", "classes")
         if numbers := self.predictor.answer_columns():
-            kind = join_names(numbers)
+            kind = join_names([*numbers])
         raw = "" if self.calibrated or self.captions or numbers else ", raw scores"
         return (
             f"{'captions' if self.captions else kind}, {self.engine} in "
@@ -225,7 +225,7 @@ class ServedModel:
         classes = [
             {
                 "label": predictor.classes[index],
-                "probability": float(output.probabilities[index]),
+                attribution.score_name(predictor): float(output.probabilities[index]),
                 "weights": attribution.rounded_weights(weights),
             }
             for index, weights in attribution.class_maps(

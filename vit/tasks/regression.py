@@ -46,6 +46,7 @@ class Regression(Task):
 
     metric = "val_mae"
     higher_is_better = False
+    share = "r2"
     planned = True
     planned_settings: ClassVar[Mapping[str, Any]] = {
         **task_defaults("regression"),
@@ -147,6 +148,22 @@ class Regression(Task):
     ) -> "NumberEvaluation":
         return NumberEvaluation(samples, model.answers)
 
+    def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
+        """R2, at least 0; of several targets their mean."""
+        found = []
+        for values, wanted in zip(outputs.T, zip(*(one.numbers for one in samples)), strict=True):
+            numbers = torch.tensor(wanted, dtype=torch.float64)
+            there = ~numbers.isnan()
+            if not there.any():
+                continue
+            predicted = torch.as_tensor(values).double()[there]
+            r2 = summarize_numbers(predicted, numbers[there], brief=True)["r2"]
+            found += [] if r2 is None else [max(r2, 0.0)]
+        return sum(found) / len(found) if found else None
+
+    def decisions(self, outputs: Any, thresholds: Sequence[float] | None) -> None:
+        """None: numbers differ in size."""
+
     def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
         """The task, and the scale of the targets."""
         assert self.answers is not None
@@ -201,10 +218,11 @@ class Units(nn.Module):
         self.register_buffer("mean", torch.tensor(answers.mean))
         self.register_buffer("std", torch.tensor(answers.std))
         self.register_buffer("log", torch.tensor(answers.log))
+        self.logs = any(answers.log)  # torch.export does not branch on a tensor
 
     def forward(self, outputs: Tensor) -> Tensor:
         values = outputs * self.std.to(outputs) + self.mean.to(outputs)
-        return torch.where(self.log, values.exp(), values) if self.log.any() else values
+        return torch.where(self.log, values.exp(), values) if self.logs else values
 
 
 class NumberEvaluation(Evaluation):

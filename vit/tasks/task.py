@@ -147,6 +147,8 @@ class Task(ABC):
     metric: ClassVar[str]
     """The score that ranks epochs, such as `val_top1`."""
     higher_is_better: ClassVar[bool] = True
+    share: ClassVar[str] = ""
+    """The metric that `score` is, where `metric` is no share."""
     planned: ClassVar[bool] = False
     """Whether `vit plan` has rules for its network and settings."""
     planned_settings: ClassVar[Mapping[str, Any]] = {}
@@ -297,7 +299,9 @@ class Task(ABC):
             "validation: files of this task are compared with their run on noise only; leave it out"
         )
 
-    def decisions(self, outputs: NDArray[Any], thresholds: Sequence[float] | None) -> NDArray[Any]:
+    def decisions(
+        self, outputs: NDArray[Any], thresholds: Sequence[float] | None
+    ) -> NDArray[Any] | None:
         """The best class of each image, (images, 1), or which it has, (images, classes)."""
         best: NDArray[Any] = outputs.argmax(1)[:, None]
         return best
