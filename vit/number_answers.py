@@ -92,6 +92,15 @@ class NumberAnswers:
         standard: Array = (scaled - np.array(self.mean)) / np.array(self.std)
         return standard
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Name and unit of each target, and the range of most training images, for JSON."""
+        middles = [math.exp(one) if log else one for one, log in zip(self.mean, self.log, strict=True)]
+        ranges = [self.interval(n, one, 2 * self.std[n]) for n, one in enumerate(middles)]
+        return [
+            {"name": name, "unit": unit, "range": [*ends]}
+            for name, unit, ends in zip(self.names, self.units, ranges, strict=True)
+        ]
+
     def with_intervals(self, half_widths: Mapping[float, Sequence[float]]) -> "NumberAnswers":
         """The same with intervals."""
         return replace(self, half_widths={key: (*one,) for key, one in half_widths.items()})

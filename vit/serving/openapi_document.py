@@ -19,7 +19,8 @@ PREDICT_PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "reject": ("Answer `unknown` where the network is too uncertain.", {"type": "boolean"}),
     "sets": (
-        "Add the classes that contain the true one with this probability.",
+        "Add the classes that contain the true one with this probability; of numbers the coverage "
+        "of the intervals.",
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     ),
     "explain": (
@@ -73,6 +74,9 @@ ROW = {
         "reason": TEXT,
         "set": {"type": "array", "items": TEXT},
         "error": TEXT,
+    },
+    "additionalProperties": {
+        "description": "The number NAME of a network of numbers; its interval, NAME_low, NAME_high."
     },
 }
 ANSWER = {

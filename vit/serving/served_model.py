@@ -133,7 +133,7 @@ class ServedModel:
             "classes": list(predictor.classes),
             "multilabel": predictor.thresholds is not None,
             "captions": self.captions,
-            "answers": predictor.answer_columns(),
+            "answers": predictor.answers.describe() if predictor.answers else [],
             "probabilities": predictor.shares,
             "calibrated": self.calibrated,
             "rejects": self.allows(RowOptions(reject=True)),

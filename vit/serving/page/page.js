@@ -62,27 +62,30 @@ async function loadModels() {
 
 function model() { return state.models.find((one) => one.name === $("model").value); }
 
+function classCount(one) { return one.answers.length ? 0 : one.classes.length; }
+
 function showModel() {
   const one = model();
   if (!one) return;
-  const count = one.classes.length;
+  const count = classCount(one);
   const kind = one.captions ? "writes captions"
+    : one.answers.length ? one.answers.map((number) => number.name).join(", ")
     : `${count.toLocaleString("en")} ${count === 1 ? "class" : "classes"}${one.multilabel ? ", several an image" : ""}`;
   const scores = one.captions || !one.probabilities ? ""
     : one.calibrated ? " · scores are calibrated" : " · raw scores";
   $("about").textContent = `${one.name} · ${kind}${scores} · ${one.engine}, ${one.precision}, ${one.device}`;
   $("top-option").hidden = count === 0;
   $("reject-option").hidden = !one.rejects;
-  $("sets-option").hidden = !one.sets;
+  $("sets-option").hidden = !one.sets || !count;
   showCode();
 }
 
 function query(one) {
   const options = new URLSearchParams();
   if (state.models.length > 1) options.set("model", one.name);
-  if (one.classes.length && $("top").value) options.set("top_k", $("top").value);
+  if (classCount(one) && $("top").value) options.set("top_k", $("top").value);
   if (one.rejects && $("reject").checked) options.set("reject", "true");
-  if (one.sets && $("sets").checked) options.set("sets", "0.9");
+  if (classCount(one) && one.sets && $("sets").checked) options.set("sets", "0.9");
   return options;
 }
 
@@ -240,6 +243,27 @@ function scoreText(one, score) {
   return percent > 0 && percent < 0.01 ? "< 0.01 %" : `${percent.toFixed(2)} %`;
 }
 
+function numberText(value) { return String(Number(value.toPrecision(5))); }
+
+// A number, and its interval as a bar over the range of most training images.
+function numberBar(row, { name, unit, range: [from, to] }) {
+  const bar = make("li");
+  const low = row[`${name}_low`];
+  const high = row[`${name}_high`];
+  let text = `${numberText(row[name])} ${unit}`.trim();
+  if (low !== undefined) {
+    const percent = (value) => 100 * Math.min(Math.max((value - from) / (to - from), 0), 1);
+    const fill = make("span", "fill");
+    fill.style.left = `${percent(low)}%`;
+    fill.style.right = `${100 - percent(high)}%`;
+    fill.setAttribute("aria-hidden", "true");
+    bar.append(fill);
+    text += ` (${numberText(low)} to ${numberText(high)})`;
+  }
+  bar.append(make("span", "label", name), make("span", "score", text));
+  return bar;
+}
+
 function showRow(card) {
   const { element, row } = card;
   if (row.error) { showNote(card, row.error, true); return; }
@@ -259,15 +283,16 @@ function showRow(card) {
     const score = make("span", "score", scoreText(card.model, prediction.score));
     bar.append(fill, make("span", "label", prediction.label), score);
     return bar;
-  }));
+  }), ...card.model.answers.map((number) => numberBar(row, number)));
   let note = "";
   if (row.unknown) note = `unknown: ${row.reason}`;
-  else if (card.model.classes.length && !predictions.length) note = "no class is probable enough";
+  else if (classCount(card.model) && !predictions.length) note = "no class is probable enough";
   if (row.set) note += `${note ? " · " : ""}one of: ${row.set.join(", ")}`;
   if (note) showNote(card, note);
   element.querySelector(".explain").hidden = !card.model.explains;
   element.querySelector(".copy").hidden = false;
-  const best = row.caption ?? (predictions[0] && `${predictions[0].label}, ${scoreText(card.model, predictions[0].score)}`);
+  const [bar] = element.querySelectorAll(".bars li");
+  const best = row.caption ?? (bar && [".label", ".score"].map((part) => bar.querySelector(part).textContent).join(", "));
   if (best) say(`${card.file.name || "pasted image"}: ${note || best}`);
 }
 
