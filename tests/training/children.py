@@ -267,6 +267,19 @@ def same_after_a_kill(config: Any, folder: Path) -> Path:
     return whole
 
 
+def same_command_after_a_kill(words: list[str], folder: Path) -> tuple[Path, str]:
+    """The same of `vit train` with these words; the run that was killed, and what was written."""
+    log, whole, cut = folder / "log", folder / "whole", folder / "cut"
+    said = complete(command, [*words, "--out", str(whole)], log=log)
+    with Job(command, [*words, "--out", str(cut)], log=log) as job:
+        while not list(cut.glob("checkpoints/*")):
+            assert not job.ended(0.01), job.said()
+        job.kill()
+    complete(command, ["train", "--resume", "--out", str(cut)], log=log)
+    assert differences(cut, whole) == []
+    return cut, said
+
+
 def differences(folder: Path, whole: Path) -> list[str]:
     """What a run has left behind that the undisturbed one has not."""
     faults = [f"{path.name} is left" for path in folder.rglob("*.tmp")]

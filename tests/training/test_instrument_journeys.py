@@ -12,9 +12,7 @@ import pytest
 import tifffile
 
 from tests.serving.conftest import running
-from tests.training.children import Job, command, differences
-from tests.training.test_rectangles import draw
-from tests.training.test_tiles import write_slide
+from tests.training.children import same_command_after_a_kill
 from vit.commands.main import main
 
 pages = pytest.importorskip("tests.evaluation.test_pages_in_browser")
@@ -77,19 +75,8 @@ def journey(request, tmp_path_factory) -> SimpleNamespace:
         place.mkdir(parents=True, exist_ok=True)
         write(place / str(number // 2), number)
     assert main(["plan", str(data), *SMALL.split(), *flags.split(), "--save", str(plan)]) == 0
-    log, whole, cut = folder / "log", folder / "whole", folder / "cut"
-    line = ["train", str(data), "-c", str(plan), "--out"]
-    with Job(command, [*line, str(whole)], log=log) as job:
-        assert job.wait() == [0], job.said()
-        assert said in job.said()
-    with Job(command, [*line, str(cut)], log=log) as job:
-        while not list(cut.glob("checkpoints/*")):
-            assert not job.ended(0.01), job.said()
-        job.kill()
-    with Job(command, ["train", "--resume", "--out", str(cut)], log=log) as job:
-        assert job.wait() == [0], job.said()
-    assert differences(cut, whole) == []
-    assert kept in (cut / "config.yaml").read_text()
+    cut, log = same_command_after_a_kill(["train", str(data), "-c", str(plan)], folder)
+    assert said in log
     return SimpleNamespace(data=data, run=cut, files=sorted(data.rglob("*.*"))[20:28])
 
 

@@ -113,6 +113,11 @@ def convert(
     place = Path(out).absolute()
     check_replaceable(place, source, overwrite=overwrite)
     found = fit_preprocessing(open_pretrained(source))
+    if found.answers is not None:
+        raise ConfigError(
+            f"to={to!r}: {source} answers with numbers, and their scale has no place in that "
+            "folder; vit export writes files that answer in units"
+        )
     config = found.config
     if merge_tokens is not None:
         config = dataclasses.replace(config, merge_tokens=merge_tokens)

@@ -154,6 +154,7 @@ def _from_run(found: WeightsLocation) -> Pretrained:
         classes=run.classes,
         preprocessing=run.preprocessing,
         thresholds=run.thresholds,
+        answers=run.answers,
         calibration=run.calibration,
         license=run.license,
         origin=f"run {found.folder}",

@@ -7,6 +7,7 @@ from torch import Tensor
 from vit.config import DecoderConfig, ModelConfig
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
+from vit.output.answers import NumberAnswers
 from vit.score_calibration import ScoreCalibration
 
 
@@ -41,5 +42,6 @@ class Pretrained:
     decoder: PretrainedDecoder | None = None
     thresholds: tuple[float, ...] | None = None
     calibration: ScoreCalibration | None = None
+    answers: NumberAnswers | None = None
     from_scratch: bool = False
     notes: tuple[str, ...] = ()
