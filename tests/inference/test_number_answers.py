@@ -1,0 +1,125 @@
+"""Networks of numbers in what reads saved runs: rows, files, explanations, exports."""
+
+import csv
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from tests.conftest import save_untrained
+from vit.commands.main import main
+from vit.inference.attribution import class_maps
+from vit.inference.predictor import Predictor
+from vit.output.answers import NumberAnswers
+from vit.tasks.regression import Regression
+from vit.weights.saved_model import ANSWERS, INTERVALS, update_run
+
+WIDTHS = {0.8: (0.25, 0.5), 0.9: (0.5, 1.0)}
+SCALE = NumberAnswers(("year", "weight"), ("", "kg"), (2000.0, -9.0), (5.0, 1.0), (False, True))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """An untrained network of a year and of a tiny weight, whose logarithm is learned."""
+
+    def change(head: nn.Linear) -> None:
+        nn.init.normal_(head.weight, std=0.5)
+
+    folder = tmp_path_factory.mktemp("runs") / "numbers"
+    save_untrained(folder, SCALE.names, "regression", change)
+    update_run(folder, {"task": "regression", ANSWERS: SCALE.to_dict(), INTERVALS: WIDTHS})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tiny_data):
+    return [str(path) for path in sorted(tiny_data.rglob("*.png"))[:4]]
+
+
+def rows_of(capsys: Any, model: Any, images: list[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["predict", str(model), *images, "--format", "jsonl", *words]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_all_formats_have_the_same_columns(run, images, tmp_path, capsys):
+    rows = rows_of(capsys, run, images)
+    columns = [f"{name}{end}" for name in SCALE.names for end in ("", "_low", "_high")]
+    assert [*rows[0]] == ["image", *columns]
+    assert main(["predict", str(run), *images]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert "weight (kg)  weight_low (kg)" in header
+    assert all(len(line) == len(header) for line in lines)  # numbers end below their names
+    out = tmp_path / "rows.csv"
+    assert main(["predict", str(run), *images, "--format", "csv", "--out", str(out)]) == 0
+    with out.open(newline="") as file:
+        cells = [[float(row[name]) for name in columns] for row in csv.DictReader(file)]
+    np.testing.assert_allclose(cells, [[row[name] for name in columns] for row in rows], rtol=1e-3)
+
+
+def test_sets_choose_the_interval_and_the_flags_of_classes_are_refused(run, images, capsys):
+    narrow, wide = (rows_of(capsys, run, images[:1], "--sets", one)[0] for one in ("0.8", "0.9"))
+    assert wide["year_high"] - wide["year"] == pytest.approx(0.5)
+    assert narrow["year_high"] - narrow["year"] == pytest.approx(0.25)
+    assert np.log(narrow["weight_high"] / narrow["weight"]) == pytest.approx(0.5)
+    for words in (["--top-k", "2"], ["--threshold", "0.5"], ["--reject"], ["--sort-into", "x"]):
+        assert main(["predict", str(run), *images[:1], *words]) == 2
+        assert "this network answers with numbers and has no classes" in capsys.readouterr().err
+    whole = rows_of(capsys, run, images[:1], "--keep-aspect")[0]
+    assert [*whole] == ["image", *SCALE.names]  # intervals were measured on square crops
+
+
+def test_views_are_averaged_in_units(run, images):
+    whole = Predictor(run, device="cpu", precision="fp32")
+    pixels = whole.preprocessing.read(images[0])
+    views = [np.asarray(pixels), np.asarray(pixels)[:, ::-1].copy()]
+    plain = [one.answers["weight"] for one in whole(views)]
+    both = Predictor(run, device="cpu", precision="fp32", tta="flip")(views[:1])
+    assert both[0].answers["weight"] == pytest.approx(np.mean(plain), rel=1e-5)
+
+
+def test_a_map_is_of_what_makes_a_number_larger(run, images):
+    predictor = Predictor(run, device="cpu", precision="fp32")
+    ((output,),) = predictor.batches(images[:1])
+    maps = class_maps(predictor, output)
+    assert [index for index, _ in maps] == [0, 1]
+    assert all(float(weights.sum()) == pytest.approx(1) for _, weights in maps)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_exported_file_answers_in_units(run, images, precision, tmp_path, capsys):
+    out = tmp_path / "net.onnx"
+    assert main(["export", str(run), "--out", str(out), "--precision", precision]) == 0
+    expected = rows_of(capsys, run, images, "--precision", "fp32")
+    found = rows_of(capsys, out, images)
+    assert [*found[0]] == [*expected[0]]
+    tolerance = {"fp32": 1e-3, "fp16": 0.02}[precision]  # float16 has no year between 2000 and 2001
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["year"] == pytest.approx(theirs["year"], abs=tolerance)
+        assert ours["weight_low"] == pytest.approx(theirs["weight_low"], rel=tolerance)
+
+
+def test_the_score_of_an_export_is_r2(run):
+    from sklearn.metrics import r2_score
+
+    from vit.data.dataset_types import Sample
+
+    random = np.random.default_rng(0)
+    true, noise = random.normal(size=(2, 30, 2))
+    samples = [Sample("a.png", -1, numbers=tuple(row)) for row in true.tolist()]
+    task, outputs = Regression(), true + 0.3 * noise
+    assert task.score(outputs, samples) == pytest.approx(r2_score(true, outputs))
+    assert task.score(true[::-1].copy(), samples) == 0.0
+
+
+def test_commands_of_classes_refuse_numbers(run, tiny_data, tmp_path, capsys):
+    data = str(tiny_data)
+    for words, said in (
+        (["calibrate", str(run), data], "only scores of classifiers are calibrated"),
+        (["compare", str(run), str(run), data], "only classifiers are compared"),
+        (["suggest", f"{data}/val", "--weights", str(run), "--order", "uncertain"], "has no classes"),
+        (["convert", str(run), "--to", "timm", "--out", str(tmp_path / "x")], "their scale has no"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
