@@ -94,7 +94,9 @@ class NumberAnswers:
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and unit of each target, and the range of most training images, for JSON."""
-        middles = [math.exp(one) if log else one for one, log in zip(self.mean, self.log, strict=True)]
+        middles = [
+            math.exp(one) if log else one for one, log in zip(self.mean, self.log, strict=True)
+        ]
         ranges = [self.interval(n, one, 2 * self.std[n]) for n, one in enumerate(middles)]
         return [
             {"name": name, "unit": unit, "range": [*ends]}

@@ -12,11 +12,12 @@ from tests.conftest import save_untrained
 from vit.commands.main import main
 from vit.inference.attribution import class_maps
 from vit.inference.predictor import Predictor
-from vit.output.answers import NumberAnswers
+from vit.output.number_answers import NumberAnswers
 from vit.tasks.regression import Regression
 from vit.weights.saved_model import ANSWERS, INTERVALS, update_run
 
 WIDTHS = {0.8: (0.25, 0.5), 0.9: (0.5, 1.0)}
+FP32 = ("--precision", "fp32")
 SCALE = NumberAnswers(("year", "weight"), ("", "kg"), (2000.0, -9.0), (5.0, 1.0), (False, True))
 
 
@@ -39,34 +40,36 @@ def images(tiny_data):
 
 
 def rows_of(capsys: Any, model: Any, images: list[str], *words: str) -> list[dict[str, Any]]:
-    assert main(["predict", str(model), *images, "--format", "jsonl", *words]) == 0
+    assert main(["predict", str(model), *images, *words, "--format", "jsonl"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_all_formats_have_the_same_columns(run, images, tmp_path, capsys):
-    rows = rows_of(capsys, run, images)
+    rows = rows_of(capsys, run, images, *FP32)
     columns = [f"{name}{end}" for name in SCALE.names for end in ("", "_low", "_high")]
     assert [*rows[0]] == ["image", *columns]
-    assert main(["predict", str(run), *images]) == 0
+    assert main(["predict", str(run), *images, *FP32]) == 0
     header, *lines = capsys.readouterr().out.splitlines()
     assert "weight (kg)  weight_low (kg)" in header
     assert all(len(line) == len(header) for line in lines)  # numbers end below their names
     out = tmp_path / "rows.csv"
-    assert main(["predict", str(run), *images, "--format", "csv", "--out", str(out)]) == 0
+    assert main(["predict", str(run), *images, *FP32, "--format", "csv", "--out", str(out)]) == 0
     with out.open(newline="") as file:
         cells = [[float(row[name]) for name in columns] for row in csv.DictReader(file)]
     np.testing.assert_allclose(cells, [[row[name] for name in columns] for row in rows], rtol=1e-3)
 
 
 def test_sets_choose_the_interval_and_the_flags_of_classes_are_refused(run, images, capsys):
-    narrow, wide = (rows_of(capsys, run, images[:1], "--sets", one)[0] for one in ("0.8", "0.9"))
+    narrow, wide = (
+        rows_of(capsys, run, images[:1], *FP32, "--sets", one)[0] for one in ("0.8", "0.9")
+    )
     assert wide["year_high"] - wide["year"] == pytest.approx(0.5)
     assert narrow["year_high"] - narrow["year"] == pytest.approx(0.25)
     assert np.log(narrow["weight_high"] / narrow["weight"]) == pytest.approx(0.5)
     for words in (["--top-k", "2"], ["--threshold", "0.5"], ["--reject"], ["--sort-into", "x"]):
-        assert main(["predict", str(run), *images[:1], *words]) == 2
+        assert main(["predict", str(run), *images[:1], *FP32, *words]) == 2
         assert "this network answers with numbers and has no classes" in capsys.readouterr().err
-    whole = rows_of(capsys, run, images[:1], "--keep-aspect")[0]
+    whole = rows_of(capsys, run, images[:1], *FP32, "--keep-aspect")[0]
     assert [*whole] == ["image", *SCALE.names]  # intervals were measured on square crops
 
 
@@ -87,11 +90,13 @@ def test_a_map_is_of_what_makes_a_number_larger(run, images):
     assert all(float(weights.sum()) == pytest.approx(1) for _, weights in maps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_exported_file_answers_in_units(run, images, precision, tmp_path, capsys):
     out = tmp_path / "net.onnx"
     assert main(["export", str(run), "--out", str(out), "--precision", precision]) == 0
-    expected = rows_of(capsys, run, images, "--precision", "fp32")
+    capsys.readouterr()
+    expected = rows_of(capsys, run, images, *FP32)
     found = rows_of(capsys, out, images)
     assert [*found[0]] == [*expected[0]]
     tolerance = {"fp32": 1e-3, "fp16": 0.02}[precision]  # float16 has no year between 2000 and 2001
@@ -117,8 +122,11 @@ def test_commands_of_classes_refuse_numbers(run, tiny_data, tmp_path, capsys):
     data = str(tiny_data)
     for words, said in (
         (["calibrate", str(run), data], "only scores of classifiers are calibrated"),
-        (["compare", str(run), str(run), data], "only classifiers are compared"),
-        (["suggest", f"{data}/val", "--weights", str(run), "--order", "uncertain"], "has no classes"),
+        (["compare", str(run), str(run), data, *FP32], "only classifiers are compared"),
+        (
+            ["suggest", f"{data}/val", "--weights", str(run), "--order", "uncertain", *FP32],
+            "has no classes",
+        ),
         (["convert", str(run), "--to", "timm", "--out", str(tmp_path / "x")], "their scale has no"),
     ):
         assert main(words) == 2

@@ -112,6 +112,8 @@ def is_newer(out: Path, runs: Sequence[Path]) -> bool:
 def average_folds(runs: Sequence[Path], device: str) -> tuple[LoadedRun, ScoreCalibration | None]:
     """The mean of the networks of `runs`, and its calibration if the images are enough."""
     soup = load_run(runs[0]).without_calibration()
+    if soup.answers is not None:
+        raise WeightsError("folds of numbers differ in their scale; train once without --folds")
     source = stored_config(runs[0]).finetune.weights
     images = read_held_out(runs, soup)
     each: list[Tensor] = []

@@ -114,8 +114,9 @@ class Regression(Task):
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
         """The images, with their targets."""
+        assert self.answers is not None
         lines = [
-            [f"{name} {value:.5g}" for name, value in zip(classes, row, strict=True)]
+            [f"{name} {value:.5g}" for name, value in zip(self.answers.names, row, strict=True)]
             for row in batch.labels.tolist()
         ]
         return images, lines
@@ -150,15 +151,13 @@ class Regression(Task):
 
     def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
         """R2, at least 0; of several targets their mean."""
+        wanted = torch.tensor([one.numbers for one in samples], dtype=torch.float64)
         found = []
-        for values, wanted in zip(outputs.T, zip(*(one.numbers for one in samples)), strict=True):
-            numbers = torch.tensor(wanted, dtype=torch.float64)
+        for values, numbers in zip(torch.as_tensor(outputs).double().T, wanted.T, strict=True):
             there = ~numbers.isnan()
-            if not there.any():
-                continue
-            predicted = torch.as_tensor(values).double()[there]
-            r2 = summarize_numbers(predicted, numbers[there], brief=True)["r2"]
-            found += [] if r2 is None else [max(r2, 0.0)]
+            if there.any():
+                r2 = summarize_numbers(values[there], numbers[there], brief=True)["r2"]
+                found += [] if r2 is None else [max(r2, 0.0)]
         return sum(found) / len(found) if found else None
 
     def decisions(self, outputs: Any, thresholds: Sequence[float] | None) -> None:
