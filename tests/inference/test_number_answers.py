@@ -12,7 +12,7 @@ from tests.conftest import save_untrained
 from vit.commands.main import main
 from vit.inference.attribution import class_maps
 from vit.inference.predictor import Predictor
-from vit.output.number_answers import NumberAnswers
+from vit.number_answers import NumberAnswers
 from vit.tasks.regression import Regression
 from vit.weights.saved_model import ANSWERS, INTERVALS, update_run
 

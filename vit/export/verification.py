@@ -25,7 +25,7 @@ from vit.generation.generation_config import Search
 from vit.inference.prediction_job import find_images, input_paths
 from vit.inference.predictor import Predictor
 from vit.model.captioner import Captioner
-from vit.output.number_answers import NumberAnswers
+from vit.number_answers import NumberAnswers
 from vit.output.prediction_results import Prediction
 from vit.paths import did_you_mean, path_argument
 from vit.tasks.task import calibrated_activation

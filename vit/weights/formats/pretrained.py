@@ -7,7 +7,7 @@ from torch import Tensor
 from vit.config import DecoderConfig, ModelConfig
 from vit.data.captions.tokenizer import Tokenizer
 from vit.data.preprocessing import Preprocessing
-from vit.output.number_answers import NumberAnswers
+from vit.number_answers import NumberAnswers
 from vit.score_calibration import ScoreCalibration
 
 
