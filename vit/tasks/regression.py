@@ -24,7 +24,11 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
 from vit.evaluation.intervals import number_groups
-from vit.evaluation.number_metrics import conformal_half_widths, summarize_targets
+from vit.evaluation.number_metrics import (
+    conformal_half_widths,
+    summarize_numbers,
+    summarize_targets,
+)
 from vit.number_answers import COVERAGE, NumberAnswers
 from vit.output.prediction_results import ImageOutput
 from vit.tasks.task import Evaluation, Event, Task, TrainingRun, forward
