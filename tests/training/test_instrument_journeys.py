@@ -13,6 +13,8 @@ import tifffile
 
 from tests.serving.conftest import running
 from tests.training.children import same_command_after_a_kill
+from tests.training.test_rectangles import draw
+from tests.training.test_tiles import write_slide
 from vit.commands.main import main
 
 pages = pytest.importorskip("tests.evaluation.test_pages_in_browser")
@@ -77,6 +79,7 @@ def journey(request, tmp_path_factory) -> SimpleNamespace:
     assert main(["plan", str(data), *SMALL.split(), *flags.split(), "--save", str(plan)]) == 0
     cut, log = same_command_after_a_kill(["train", str(data), "-c", str(plan)], folder)
     assert said in log
+    assert kept in (cut / "config.yaml").read_text()
     return SimpleNamespace(data=data, run=cut, files=sorted(data.rglob("*.*"))[20:28])
 
 

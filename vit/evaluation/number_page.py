@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.charts import scatter_chart
-from vit.evaluation.html_page import thumbnails
 from vit.evaluation.number_metrics import summarize_targets
 from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
 from vit.number_answers import COVERAGE, NumberAnswers
@@ -73,7 +72,7 @@ def target_findings(
         *points.tolist(), half_width=None if widths is None else widths[target], log=log
     )
     order = places[errors.argsort(descending=True, stable=True)].tolist()
-    images = thumbnails(order, paths, fast=facts.fast)
+    images = facts.thumbnails(order, paths)
     return {
         "unit": answers.units[target],
         "log": log,
