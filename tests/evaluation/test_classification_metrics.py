@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest
+from scipy.stats import binomtest, bootstrap
 from sklearn import metrics
 from torch.nn import functional as F
 
@@ -17,6 +17,8 @@ from vit.evaluation.classification_metrics import (
     chance_calibration_error,
     compare_recall,
     debiased_error,
+    grade_moments,
+    kappa_with_interval,
     quadratic_weighted_kappa,
     ranking,
     recall_lines,
@@ -213,18 +215,34 @@ def test_kappa_equals_scikit_learn(grades):
     generator = np.random.default_rng(grades)
     true = generator.integers(0, grades, 300)
     answers = (true + generator.normal(0, 1, 300)).round().clip(0, grades - 1).astype(int)
-    confusion = torch.tensor(metrics.confusion_matrix(true, answers, labels=range(grades)))
     expected = metrics.cohen_kappa_score(true, answers, weights="quadratic")
-    assert quadratic_weighted_kappa(confusion) == pytest.approx(expected)
-    absent = F.pad(confusion, (1, 2, 1, 2))  # grades without an image or an answer
-    assert quadratic_weighted_kappa(absent) == pytest.approx(expected)
+    moments = grade_moments(torch.tensor(true), torch.tensor(answers))
+    assert float(quadratic_weighted_kappa(moments.mean(dim=0))) == pytest.approx(expected)
 
 
 def test_kappa_of_few_grades():
-    def kappa(confusion):
-        return quadratic_weighted_kappa(torch.tensor(confusion))
+    def kappa(*pairs):
+        grades, answers = torch.tensor(pairs).T
+        return float(quadratic_weighted_kappa(grade_moments(grades, answers).mean(dim=0)))
 
-    assert kappa([[4, 0], [0, 3]]) == 1
-    assert kappa([[0, 3], [3, 0]]) == -1
-    assert kappa([[0, 0, 0], [2, 0, 3], [0, 0, 0]]) == 0  # one grade, two answers
-    assert kappa([[0, 0], [0, 7]]) is kappa([[7]]) is kappa([[0, 0], [0, 0]]) is None
+    assert kappa((0, 0), (1, 1)) == 1
+    assert kappa((0, 1), (1, 0)) == -1
+    assert kappa((1, 0), (1, 2)) == 0  # one grade, two answers
+    assert np.isnan(kappa((1, 1), (1, 1)))
+
+
+def test_interval_of_kappa_equals_that_of_scipy():
+    generator = np.random.default_rng(0)
+    true = generator.integers(0, 5, 200)
+    answers = (true + generator.normal(0, 1.2, 200)).round().clip(0, 4).astype(int)
+    outcomes = Outcomes.of(F.one_hot(torch.tensor(answers), 5), torch.tensor(true))
+    found = kappa_with_interval(outcomes)
+
+    def kappa(true, answers):
+        return metrics.cohen_kappa_score(true, answers, weights="quadratic")
+
+    expected = bootstrap(
+        (true, answers), kappa, paired=True, vectorized=False, n_resamples=1000, random_state=0
+    ).confidence_interval
+    assert found["kappa"] == pytest.approx(kappa(true, answers))
+    assert found["kappa_interval"] == pytest.approx([*expected], abs=0.012)

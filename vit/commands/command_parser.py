@@ -311,6 +311,8 @@ def add_setting(group: Any, setting: Setting) -> None:
         options["metavar"] = setting.name.split("_")[-1].upper()
     if count := value_count(setting.kind):
         options["nargs"] = count
+    if setting.properties.alone:
+        options |= {"nargs": "?", "const": setting.properties.alone}
     group.add_argument(*flags, **options)
 
 

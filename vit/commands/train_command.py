@@ -31,7 +31,7 @@ TITLES = {
 ESSENTIAL = ("weights", "model", "image_size", "epochs", "batch_size", "lr", "balance")
 """Settings in the short help of every command that trains."""
 
-FOLD_SCORES = ("top1", "balanced_accuracy", "map", "cider", "bleu4", "loss")
+FOLD_SCORES = ("kappa", "top1", "balanced_accuracy", "map", "cider", "bleu4", "loss")
 """Scores that are printed of a cross-validation; folds.json has all."""
 
 

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.settings import LABEL_TASKS, ON, PRETRAINING_TASKS, Other, Section, setting
+from vit.config.settings import (
+    LABEL_TASKS,
+    ON,
+    ONE_CLASS,
+    PRETRAINING_TASKS,
+    Other,
+    Section,
+    setting,
+)
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
@@ -16,6 +24,8 @@ CHANNEL_SETTINGS = (
     *("channel_ranges", "channel_mean", "channel_std"),
 )
 """How the values of images of instruments are read."""
+BY_NUMBER = "numbers"
+"""Value of `order`: grades are numbers, the lowest first."""
 ENDS = ("low", "high")
 """What follows the name of a target in the columns of its interval."""
 WHOLE = ("pad", "native")
@@ -23,7 +33,7 @@ WHOLE = ("pad", "native")
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
 """Properties of what is measured on the training images and kept in config.yaml, without a flag."""
 
-MIXED = ("classify", "multilabel")
+MIXED = (*ONE_CLASS, "multilabel")
 """Tasks with labels that can be mixed."""
 
 
@@ -77,6 +87,8 @@ class SourceConfig(Section):
 class DataConfig(SourceConfig):
     """The dataset, its loading and batches, and the evaluation transform."""
 
+    order: tuple[str, ...] = setting((), tasks=("ordinal",), before_plan=True, alone=BY_NUMBER)
+    """The grades from the lowest on, of classes that have an order; alone: they are numbers."""
     folds: int | None = setting(None, least=2, tasks=LABEL_TASKS)
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None
@@ -142,6 +154,8 @@ class DataConfig(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.order != (BY_NUMBER,) and 0 < len({*self.order}) < max(2, len(self.order)):
+            self.refuse("order", "give all grades, each once, or --order alone for numbers")
         if self.tiles and not (len(self.tiles) < 3 and self.tile_overlap < self.tiles[0]):
             self.refuse("tiles", "give SIZE, or SIZE,OVERLAP with an overlap below the size")
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):
@@ -174,7 +188,7 @@ WITH_PAD: Mapping[str, tuple[Any, ...]] = {
 """Values of other settings beside resize=pad."""
 WITH_NATIVE: Mapping[str, tuple[Any, ...]] = {
     **WITH_PAD,
-    "task": ("classify", "multilabel"),
+    "task": MIXED,
     **dict.fromkeys(("mixup", "cutmix", "merge_tokens", "compile", "teacher"), (0, None)),
     "patch_sizes": ((),),
     "feedforward": Other(("moe",)),

@@ -25,6 +25,8 @@ T = TypeVar("T")
 PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
 """Values of `task` that learn without labels."""
 CAPTION_TASKS = ("caption", "classify,caption")
+ONE_CLASS = ("classify", "ordinal")
+"""Values of `task` that learn exactly one class an image, and nothing else."""
 SectionClass = Any  # type[Section], which mypy does not take for hashable
 BOUNDS: dict[str, tuple[str, Callable[..., bool]]] = {
     "least": ("at least", operator.ge),
@@ -52,6 +54,8 @@ class Properties:
     """Alternative flags, such as `-b` or `--img-size`."""
     named: bool = True
     """Whether there is a flag of its name; else only its aliases are."""
+    alone: str = ""
+    """What the flag means without a value."""
     least: float | None = None
     above: float | None = None
     most: float | None = None

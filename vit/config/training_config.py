@@ -10,6 +10,7 @@ from vit.config.settings import (
     CAPTION_TASKS,
     LABEL_TASKS,
     ON,
+    ONE_CLASS,
     PRETRAINING_TASKS,
     Other,
     Section,
@@ -21,6 +22,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600}
 TASKS: dict[str, str] = {
     "classify": "vit.tasks.classification:Classification",
     "multilabel": "vit.tasks.multilabel:MultiLabel",
+    "ordinal": "vit.tasks.ordinal:Ordinal",
     "regression": "vit.tasks.regression:Regression",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
@@ -37,7 +39,7 @@ AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
 TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
-SMOOTHED = (*CLASSIFIED, *CAPTION_TASKS)
+SMOOTHED = (*CLASSIFIED, "ordinal", *CAPTION_TASKS)
 VIEWS = ("simclr", "lejepa", "dino")
 """Tasks that compare views of an image."""
 LOCAL = ({"local_views": ON},)
@@ -48,7 +50,7 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
-    """Task: one class an image, any number, captions, both, numbers; or no labels."""
+    """Task: one class an image, any number, captions, both, grades, numbers; or no labels."""
     model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)
@@ -106,7 +108,7 @@ class TrainingConfig(Section):
     smoothing: float = setting(0.1, least=0, below=1, tasks=SMOOTHED, off=(0.0,), unused_by=PROBE)
     """Label smoothing: share of a label that is spread over all classes."""
     balance: Literal["none", "loss", "sampler", "logit-adjust"] = setting(
-        "none", tasks=("classify",), unused_by=PROBE, before_plan=True
+        "none", tasks=ONE_CLASS, unused_by=PROBE, before_plan=True
     )
     """Class imbalance: weighted loss, oversampled rare classes, or logits shifted by frequency."""
     balance_loss: float = setting(0.01, least=0, read_by=ROUTERS, unused_by=FROZEN)
@@ -170,12 +172,12 @@ class TrainingConfig(Section):
     @property
     def classifies(self) -> bool:
         """Whether the network learns classes."""
-        return self.multilabel or "classify" in self.tasks
+        return self.multilabel or self.single_label or "classify" in self.tasks
 
     @property
     def single_label(self) -> bool:
         """Whether the network learns exactly one class an image, and nothing else."""
-        return self.task == "classify"
+        return self.task in ONE_CLASS
 
     @property
     def multilabel(self) -> bool:
@@ -210,7 +212,7 @@ class FinetuneConfig(Section):
     )
     """Trained parameters: all, head or LoRA; probe fits a head alone; empty: LP-FT or the plan."""
     probe_first: bool | None = setting(
-        None, read_by=PRETRAINED, tasks=("classify",), off=(False,), decided_by="weights"
+        None, read_by=PRETRAINED, tasks=ONE_CLASS, off=(False,), decided_by="weights"
     )
     """Initialise the head with a linear probe; when left empty, if no method is chosen."""
     lora_rank: int = setting(8, least=1, read_by=LORA)

@@ -104,7 +104,8 @@ class Splits:
     """A dataset ready for training."""
 
     classes: tuple[str, ...]
-    """Sorted class names; a label is an index into them. Empty for captions without classes."""
+    """Class names, sorted or in the order of grades; a label is an index into them. Empty for
+    captions without classes."""
     train: tuple[Sample, ...]
     """Training images."""
     val: tuple[Sample, ...]

@@ -177,22 +177,40 @@ def class_scores(label: str, hits: float, count: float, answered: float) -> dict
     }
 
 
-def quadratic_weighted_kappa(confusion: Tensor) -> float | None:
-    """Agreement of grades beyond chance, 1 at most; None if all images have one grade and answer.
+def grade_moments(grades: Tensor, answers: Tensor) -> Tensor:
+    """What `quadratic_weighted_kappa` needs the means of, (images, 5), of grades from 0 in their
+    order, (images,) each."""
+    true, found = grades.double(), answers.double()
+    squares = (true.square(), found.square(), (true - found).square())
+    return torch.stack([true, found, *squares], dim=1)
 
-        1 - sum (i - j)² images_ij / sum (i - j)² expected_ij
+
+def quadratic_weighted_kappa(means: Tensor) -> Tensor:
+    """Agreement of grades beyond chance, 1 at most; NaN if all images have one grade and answer.
+
+        1 - E (true - answer)² / E (true - answer of any other image)²
 
     Args:
-        confusion: Images by grade and answer, (grades, grades), both in order.
+        means: Of `grade_moments` over images, (..., 5); the result has the shape of the rest.
 
     Source: Cohen, "Weighted Kappa", Psychological Bulletin 70, 1968.
     """
-    images = confusion.double()
-    expected = images.sum(dim=1).outer(images.sum(dim=0)) / images.sum()
-    grades = torch.arange(len(images), dtype=torch.float64)
-    costs = (grades.unsqueeze(1) - grades).square()
-    by_chance = float((costs * expected).sum())  # NaN without images
-    return 1 - float((costs * images).sum()) / by_chance if by_chance > 0 else None
+    true, found, true_square, found_square, apart = means.unbind(dim=-1)
+    return 1 - apart / (true_square + found_square - 2 * true * found)
+
+
+def kappa_with_interval(outcomes: Outcomes, groups: Tensor | None = None) -> dict[str, Any]:
+    """`kappa`, None where it is undefined, and `kappa_interval`."""
+    moments = grade_moments(outcomes.labels, outcomes.answers)
+
+    def statistics(weights: Tensor) -> dict[str, Tensor]:
+        means = weights @ moments / weights.sum(dim=1, keepdim=True)
+        return {"kappa": quadratic_weighted_kappa(means)}
+
+    kappa = float(quadratic_weighted_kappa(moments.mean(dim=0)))
+    few = int((outcomes.ranks > 0).sum()) < MIN_ANSWERS
+    limits = bootstrap(len(outcomes), statistics, groups=groups, few=few)["kappa"]
+    return {"kappa": None if math.isnan(kappa) else kappa, "kappa_interval": limits}
 
 
 def calibration_error(confidences: Tensor, right: Tensor) -> float:

@@ -14,6 +14,7 @@ from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
     Outcomes,
     RecallRow,
+    kappa_with_interval,
     reliability,
     summarize,
 )
@@ -53,7 +54,12 @@ def write_classification_report(
         slices=slices,
         **score,
         **class_findings(
-            outcomes, facts.classes, calibrated, paths=shown, groups=groups, axes=axes
+            outcomes,
+            facts.classes,
+            calibrated,
+            paths=() if facts.fast else paths,
+            groups=groups,
+            ordered=bool(facts.config.data.order),
         ),
     )
 
@@ -65,16 +71,18 @@ def class_findings(
     *,
     paths: Sequence[str] = (),
     groups: Tensor | None = None,
-    axes: str = "",
+    ordered: bool = False,
 ) -> dict[str, Any]:
     """What class_findings.html.j2 shows: scores, confusions and calibration; see above."""
     scores = summarize(outcomes, classes, groups)
+    if ordered:
+        scores |= kappa_with_interval(outcomes, groups)
     shown = calibrated.outcomes if calibrated else outcomes
     return {
         "scores": scores,
         "classes": class_table(scores["per_class"], "f1"),
         "reliability": calibration_findings(outcomes, classes, calibrated),
-        "confusion_matrix": confusion_findings(shown, classes, paths, axes),
+        "confusion_matrix": confusion_findings(shown, classes, paths, ordered=ordered),
     }
 
 
@@ -223,20 +231,25 @@ def evaluation_page(
     }
     if "per_class" not in scores:
         return render_page("number_evaluation.html.j2", **shown)
-    first, rows, counts = metric_rows(scores)[0], scores["per_class"], scores.get("confusion")
+    key = "top1" if "top1" in scores else metric_rows(scores)[0].name
+    rows, counts = scores["per_class"], scores.get("confusion")
     by = "average_precision" if "average_precision" in rows[0] else "f1"
     return render_page(
         "evaluation_page.html.j2",
         **shown,
-        key=first.name,
-        interval=first.interval,
+        key=key,
+        interval=scores.get(f"{key}_interval"),
         numbers=[
             (name, value, scores.get(f"{name}_interval"))
             for name, value in scores.items()
             if isinstance(value, float)
         ],
         classes=class_table(rows, by),
-        confusions=counted_findings(counts, [row["label"] for row in rows]) if counts else None,
+        confusions=counted_findings(
+            counts, [row["label"] for row in rows], ordered="kappa" in scores
+        )
+        if counts
+        else None,
         slices=scores.get("slices", ()),
         robustness=scores.get("robustness"),
         severity_charts=robustness_charts(scores.get("robustness")),

@@ -79,12 +79,13 @@ class ConfusionFindings:
     matrix: Sequence[MatrixRow]
     pairs: Sequence[Confusion]
     wrong_pairs: int
+    ordered: bool = False
     images: Mapping[Confusion, Sequence[CellImage]] = field(default_factory=dict)
     few_classes: int = FEW_CLASSES
 
 
 def confusion_findings(
-    outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = (), axes: str = ""
+    outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = (), *, ordered: bool = False
 ) -> ConfusionFindings:
     """`counted_findings` of at least one image, with images in cells where there are `paths`."""
     indices: Indices = defaultdict(list)
@@ -92,7 +93,7 @@ def confusion_findings(
         zip(outcomes.labels.tolist(), outcomes.answers.tolist(), strict=True)
     ):
         indices[pair].append(index)
-    found = counted_findings(outcomes.confusion(classes), classes)
+    found = counted_findings(outcomes.confusion(classes), classes, ordered=ordered)
     drawn = [cell for row in found.matrix for cell in row.cells if cell is not None]
     known = set(found.pairs)
     right = [cell for cell in drawn if cell.label == cell.answer]
@@ -104,9 +105,10 @@ def confusion_findings(
 
 
 def counted_findings(
-    counts: Mapping[str, Mapping[str, int]], classes: Sequence[str]
+    counts: Mapping[str, Mapping[str, int]], classes: Sequence[str], *, ordered: bool = False
 ) -> ConfusionFindings:
-    """The matrix and the most frequent wrong pairs, by the number of images of class and answer."""
+    """The matrix and the most frequent wrong pairs, by the number of images of class and answer;
+    grades keep their order."""
     index = {name: number for number, name in enumerate(classes)}
     totals = {index[name]: sum(answers.values()) for name, answers in counts.items()}
     cells: dict[tuple[int, int], Confusion] = {}
@@ -118,7 +120,9 @@ def counted_findings(
     wrong.sort(key=lambda cell: -cell.count)
     pairs = wrong[:MAX_PAIRS]
     shown = range(len(classes)) if len(classes) <= MAX_MATRIX else confused_classes(pairs)
-    order = [shown[place] for place in similar_order(similarities(shown, cells))]
+    order = [*shown]
+    if not ordered:
+        order = [shown[place] for place in similar_order(similarities(shown, cells))]
     matrix = []
     for label in order:
         row = [cells.get((label, answer)) for answer in order]
@@ -130,6 +134,7 @@ def counted_findings(
         matrix=matrix,
         pairs=pairs,
         wrong_pairs=len(wrong),
+        ordered=ordered,
     )
 
 

@@ -157,6 +157,8 @@ def prepend_preprocessing(proto: Any, preprocessing: Preprocessing) -> None:
 def metadata_of(run: LoadedRun, source: str, *, precision: str, opset: int) -> dict[str, str]:
     """Metadata of the file; quantization sets `calibration`."""
     known = {} if run.license is None else {"license": run.license}
+    if run.stored_task:
+        known["task"] = run.stored_task
     if run.thresholds is not None:
         known["thresholds"] = json.dumps(run.thresholds)
     if run.calibration is not None:

@@ -34,10 +34,12 @@ from vit.evaluation.intervals import number_groups
 from vit.evaluation.multilabel_metrics import calibration_scores
 from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
+from vit.exported.engine import SHARES
 from vit.inference.evaluation_data import evaluated_spec, load_samples
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.output_file import check_folder
 from vit.score_calibration import rescale_thresholds
+from vit.tasks.task import get_task
 from vit.text import Notify, Progress, ignore, nearest
 from vit.weights.saved_model import (
     CALIBRATION,
@@ -92,7 +94,8 @@ def calibrate(
         raise RunError(f"{run} is no run folder: calibrations are stored in one")
     check_folder(os.fspath(run), overwrite=True, content="calibration")
     loaded = load_run(run)
-    if loaded.tokenizer is not None or not loaded.classes or loaded.stored_task:
+    scored = get_task(loaded.task_name).activation_name in SHARES
+    if loaded.tokenizer is not None or not (loaded.classes and scored):
         raise ConfigError(
             f"{run}: only scores of classifiers are calibrated, and this network's task "
             f"is {loaded.task_name}"

@@ -57,7 +57,8 @@ from vit.precision import autocast
 from vit.text import Notify, Progress, ignore, printable
 from vit.weights.saved_model import LoadedRun
 
-CLASSIFIER_SCORES = ("top1", "map")
+CLASSIFIER_SCORES = {"top1": "top1", "kappa": "top1", "map": "map"}
+"""Score that ranks the epochs of a classifier -> the one of its page and of corrupted images."""
 CLASS_SCORE = "class_score_"
 """Begins the name of the column of the score of a class."""
 TRUE = "true_"
@@ -101,6 +102,7 @@ def evaluate(
     spec = dataclasses.replace(spec, columns=(*spec.columns, *config.slice))
     predictor = open_evaluated(model, **vars(inference), notify=notify)
     score = predictor.task.metric.removeprefix("val_")
+    score = CLASSIFIER_SCORES.get(score, score)
     if config.page and score not in (*CLASSIFIER_SCORES, "mae"):
         raise ConfigError("html: pages show classifiers and numbers; --json FILE has all scores")
     if config.corruptions and score not in CLASSIFIER_SCORES:

@@ -103,7 +103,9 @@ class Predictor:
         from vit.tasks.task import get_task
 
         if self.exported:
-            name = EXPORTED_TASKS[self.engine.metadata.get("activation", "softmax")]
+            metadata = self.engine.metadata
+            name = EXPORTED_TASKS[metadata.get("activation", "softmax")]
+            name = metadata.get("task", name)
         else:
             name = self.engine.task_name
         task = get_task(name)

@@ -84,7 +84,7 @@ class Classification(Task):
         if config.training.balance != "none" and splits is not None:
             balance = ClassBalance.of(config, splits.train)
         distillation = Distillation.of(config, splits)
-        return Classification(balance, distillation) if balance or distillation else self
+        return type(self)(balance, distillation) if balance or distillation else self
 
     def notes(self, config: Config, splits: Splits) -> list[str]:
         """How class imbalance is treated."""
@@ -174,10 +174,14 @@ class Classification(Task):
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
-        targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
+        targets = self.targets(labels, config.model.num_classes).to(images.dtype)
         loss = smoothed_cross_entropy if self.balance is None else self.balance.loss
         label_loss = partial(loss, smoothing=config.training.smoothing)
         return classifier_loss(run, batch, images, targets, epoch, label_loss, self.distillation)
+
+    def targets(self, labels: Tensor, classes: int) -> Tensor:
+        """Shares of the classes that are learned of images with these labels, (images, classes)."""
+        return F.one_hot(labels, classes)
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
@@ -265,10 +269,14 @@ class ClassTally:
 
     def count(self, logits: Tensor, labels: Tensor) -> None:
         """Add answers, (images, classes), and labels, both on the CPU."""
+        self.sums += self.row(logits, labels)
+
+    def row(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """What answers add to the sums; arguments as of `count`."""
         loss, correct, count = loss_and_correct(logits, labels).unsqueeze(1)
         right = labels[logits.argmax(dim=1) == labels]
         each = [torch.bincount(some, minlength=self.classes).double() for some in (right, labels)]
-        self.sums += torch.cat([loss, correct, *each, count])
+        return torch.cat([loss, correct, *each, count])
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss, accuracy, and balanced accuracy over classes that have images."""

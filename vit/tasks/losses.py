@@ -1,11 +1,7 @@
-"""Cross-entropy and binary cross-entropy with label smoothing, for soft targets; CORN of grades.
+"""Cross-entropy and binary cross-entropy with label smoothing, for soft targets.
 
     loss = - sum_k q_k log softmax(logits)_k,   q = (1 - smoothing) * target + smoothing / classes
     loss = - mean_k (q_k log p_k + (1 - q_k) log (1 - p_k)),       p = sigmoid(logits)
-
-Of K grades in order, a logit of each but the last (CORN):
-
-    sigmoid(logits)_k = P(grade > k | grade >= k),      loss = - log P(grade)
 
 Class imbalance, of n training images, n_c of them of class c, K classes that have any:
 
@@ -18,9 +14,7 @@ the plain logits.
 
 Source: Szegedy et al., "Rethinking the Inception Architecture", section 7, arXiv:1512.00567;
 weights as in scikit-learn's class_weight="balanced"; logits: Menon et al., "Long-tail learning via
-logit adjustment", section 5.2 with tau 1, arXiv:2007.07314; grades: Shi, Cao and Raschka, "Deep
-Neural Networks for Rank-Consistent Ordinal Regression Based on Conditional Probabilities", section
-3, arXiv:2111.08851.
+logit adjustment", section 5.2 with tau 1, arXiv:2007.07314.
 """
 
 import math
@@ -130,28 +124,3 @@ def logit_adjusted_cross_entropy(
     shift = prior.log().to(logits, non_blocking=logits.is_cuda)
     spread = (1 - smoothing) * targets + smoothing * on_device
     return smoothed_cross_entropy(logits + shift, spread, smoothing=0.0)
-
-
-def corn_loss(logits: Tensor, grades: Tensor, num_grades: int) -> Tensor:
-    """Sum over the batch of -log P(grade).
-
-    The terms are the paper's, which divides their sum by their number: it differs by micro-batch,
-    as images of high grades have more terms.
-
-    Args:
-        logits: (batch, num_grades - 1).
-        grades: From 0, (batch,).
-        num_grades: K, at least 2.
-    """
-    logits = at_least_float32(logits)
-    beyond = grades.unsqueeze(1) - torch.arange(num_grades - 1, device=grades.device)
-    return F.binary_cross_entropy_with_logits(
-        logits, (beyond > 0).to(logits), weight=(beyond >= 0).to(logits), reduction="sum"
-    )
-
-
-def corn_probabilities(logits: Tensor) -> Tensor:
-    """Probability of each grade, (batch, num_grades - 1) -> (batch, num_grades)."""
-    logits = at_least_float32(logits)
-    reached = F.pad(F.logsigmoid(logits).cumsum(dim=1), (1, 0))  # ONNX has no product like cumsum
-    return (reached + F.pad(F.logsigmoid(-logits), (0, 1))).exp()

@@ -220,8 +220,11 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
 
 
 def with_target_task(chosen: Settings) -> Settings:
-    """`chosen` with the task that the columns `target` ask for, unless it is chosen."""
+    """`chosen` with the task that the columns `target` or an order ask for, unless it is chosen."""
     target = chosen.get("target")
+    if chosen.get("order") and "task" not in chosen:
+        notify_on_main("note: the classes have an order: task=ordinal")
+        return Settings(**{"task": {"task": "ordinal"}, **chosen.layers})
     if not target or "task" in chosen:
         return chosen
     data = {name: value for name, value in chosen.items() if name in vars(SourceConfig())}

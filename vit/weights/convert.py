@@ -417,5 +417,7 @@ def describe_score(event: Event) -> str:
     metric = ranking_metric(event)
     if metric == "val_loss":
         return f"Loss on its validation images: {event['val_loss']:.4f}"
+    if metric == "val_kappa":
+        return f"Quadratic weighted kappa on its validation images: {event[metric]:.4f}"
     names = {"val_map": "Mean average precision", "val_balanced_accuracy": "Balanced accuracy"}
     return f"{names.get(metric, 'Top-1')} on its validation images: {event[metric]:.2%}"

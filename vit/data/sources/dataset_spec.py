@@ -98,6 +98,8 @@ class DatasetSpec:
     """Whether training images that `label_list` does not label are kept: a teacher labels them."""
     columns: tuple[str, ...] = ()
     """More columns of a list to read, into `ImageRecord.cells`."""
+    order: tuple[str, ...] = ()
+    """The classes in their order, or BY_NUMBER; sorted by name without."""
     units: tuple[str, ...] = ()
     """Units that the numbers are expected in; those without one are taken to be."""
     problems: Problems = field(default=None, compare=False)
@@ -133,6 +135,7 @@ class DatasetSpec:
             exclude=data.exclude,
             corrections=data.corrections,
             label_list=data.labels,
+            order=data.order,
         )
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vit.config.data_config import BY_NUMBER
 from vit.data.dataset_types import (
     NO_LABEL,
     DatasetIndex,
@@ -246,6 +247,8 @@ def open_splits(
         end = f"{lists and ' after reading '}{lists}{named and ', but for '}{named}"
         raise DataError(f"{spec.data} has no images for train{end}; give some")
     classes = tuple(sorted({label for record in images for label in record.labels}))
+    if spec.order:
+        classes = _ordered(classes, index, spec)
     if spec.labels and not spec.optional_labels and len(classes) < 1 + (not index.multilabel):
         names = join_names(classes)
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
@@ -307,6 +310,32 @@ def open_splits(
         targets=spec.numbers,
         units=index.units,
     )
+
+
+def _ordered(classes: Sequence[str], index: DatasetIndex, spec: DatasetSpec) -> tuple[str, ...]:
+    """`classes` in the order that `spec` gives, which names them all, or as numbers."""
+    order, records = spec.order, [*itertools.chain.from_iterable(index.splits.values())]
+    given = f"order={','.join(order)}"
+    why = f"not in {given}; correct it, or add it"
+    if order == (BY_NUMBER,):
+        cells = {name: split_cell(name, is_table=True).number for name in classes}
+        texts = {name: text for name, text in cells.items() if isinstance(text, str)}
+        numbers = {name: float(text.replace(",", ".")) for name, text in texts.items()}
+        order, records = tuple(sorted(numbers, key=numbers.__getitem__)), index.train
+        why = f"no number; give all grades in their order: --order {','.join(classes)}"
+        if same := [(a, b) for a, b in itertools.pairwise(order) if numbers[a] == numbers[b]]:
+            raise DataError(f"grades {join_names(same[0])} are one number; write it in one way")
+    for record in records:
+        for name in record.labels:
+            if name not in order:
+                where = locate_in_lists(spec, [record.path]).get(record.path, record.path)
+                hint = nearest(name, order)
+                raise DataError(f"{printable(where)}: the grade {name!r} is {why}{hint}")
+    if absent := [name for name in order if name not in classes]:
+        raise DataError(
+            f"{given}: no training image is {join_names(absent)}; leave it out, or add some"
+        )
+    return order
 
 
 def _unlike_validation(
