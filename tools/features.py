@@ -14,7 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 SUPPORT = {
-    "task": ("classify", "multilabel", "caption", "regression", "pretrain"),
+    "task": ("classify", "multilabel", "caption", "ordinal", "regression", "pretrain"),
     "data": ("folder", "list", "shards", "hub", "builtin"),
     "engine": ("torch", "onnx", "openvino", "export"),
 }
@@ -24,7 +24,7 @@ ROUNDING = 50
 TOLERANCE = 0.1
 """Share by which lines on the page may differ from those of the code, or ROUNDING lines."""
 TASKS, DATA = " ".join(SUPPORT["task"]), " ".join(SUPPORT["data"])
-LABELS, CLASSES = "classify multilabel caption regression", "classify multilabel"
+LABELS, CLASSES = "classify multilabel caption ordinal regression", "classify multilabel ordinal"
 FILES = "onnx openvino"
 
 
@@ -82,6 +82,10 @@ CAPABILITIES: Sequence[Capability] = (
         "training/test_multilabel export/test_export_multilabel inference/test_evaluate_multilabel",
     ),
     Capability(
+        "Grades", "tasks/ordinal", "train predict evaluate", "ordinal", DATA,
+        "torch onnx openvino export",
+    ),
+    Capability(
         "Numbers",
         "tasks/regression number_answers evaluation/number_metrics evaluation/number_page "
         "data/sources/number_columns",
@@ -108,7 +112,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Learn from a teacher",
         "tasks/distillation training/teacher",
-        *("train", CLASSES, DATA, "torch onnx openvino"),
+        *("train", "classify multilabel", DATA, "torch onnx openvino"),
     ),
     Capability(
         "Fine-tune, probe, LoRA, new classes",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 EXIT_USAGE = 2
 SETTING = "setting_"
 """Prefix of settings in the namespace: commands have flags of the same names."""
+WIDEST = 70
+"""Columns of the values of a flag in the short help."""
 T = TypeVar("T", bound=Section)
 SEARCH_FLAGS = {"top_k": "sample_top_k"}  # --top-k is that of classes
 """Field of vit.generation.generation_config.Search -> its flag, where they differ."""
@@ -157,7 +159,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def shortened(action: argparse.Action, *, default: bool) -> argparse.Action:
-    """A flag with at most two names and the first sentence of its help, maybe with its default."""
+    """A flag with at most two names and the first sentence of its help, maybe with its default;
+    values that fill a line are those of `--help FLAG`."""
     sentence, _, rest = str(action.help).partition(" (default")
     sentence = re.split(r"[.;] |\.$", sentence)[0]
     flags = sorted(action.option_strings, key=lambda flag: flag.startswith("--"))
@@ -167,7 +170,7 @@ def shortened(action: argparse.Action, *, default: bool) -> argparse.Action:
         action.dest,
         nargs=action.nargs,
         choices=action.choices,
-        metavar=action.metavar,
+        metavar="NAME" if len(str(action.metavar)) > WIDEST else action.metavar,
         help=f"{sentence} (default{rest}" if default and rest else sentence,
     )
 
