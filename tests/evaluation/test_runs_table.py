@@ -183,6 +183,7 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
     scores = {
         "classify": [{"val_top1": 0.5}, {"val_top1": 0.75}, {"val_top1": 0.75}],
         "multilabel": [{"chosen_by": "val_map", "val_map": one} for one in (0.2, 0.9, 0.3)],
+        "ordinal": [{"chosen_by": "val_kappa", "val_kappa": one} for one in (0.2, 0.9, -0.3)],
         "caption": [{"val_cider": one} for one in (0.2, 0.1, 0.9)],
         "classify,caption": [{"val_cider": one, "val_top1": one} for one in (0.2, 0.1, 0.9)],
         "mae": [{"val_rankme": one} for one in (9.0, 7.0, 8.0)],
