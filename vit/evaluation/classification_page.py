@@ -57,8 +57,9 @@ def write_classification_report(
             outcomes,
             facts.classes,
             calibrated,
-            paths=() if facts.fast else paths,
+            paths=shown,
             groups=groups,
+            axes=axes,
             ordered=bool(facts.config.data.order),
         ),
     )
@@ -71,6 +72,7 @@ def class_findings(
     *,
     paths: Sequence[str] = (),
     groups: Tensor | None = None,
+    axes: str = "",
     ordered: bool = False,
 ) -> dict[str, Any]:
     """What class_findings.html.j2 shows: scores, confusions and calibration; see above."""
@@ -82,7 +84,7 @@ def class_findings(
         "scores": scores,
         "classes": class_table(scores["per_class"], "f1"),
         "reliability": calibration_findings(outcomes, classes, calibrated),
-        "confusion_matrix": confusion_findings(shown, classes, paths, ordered=ordered),
+        "confusion_matrix": confusion_findings(shown, classes, paths, axes, ordered=ordered),
     }
 
 

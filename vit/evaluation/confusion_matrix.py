@@ -85,7 +85,12 @@ class ConfusionFindings:
 
 
 def confusion_findings(
-    outcomes: Outcomes, classes: Sequence[str], paths: Sequence[str] = (), *, ordered: bool = False
+    outcomes: Outcomes,
+    classes: Sequence[str],
+    paths: Sequence[str] = (),
+    axes: str = "",
+    *,
+    ordered: bool = False,
 ) -> ConfusionFindings:
     """`counted_findings` of at least one image, with images in cells where there are `paths`."""
     indices: Indices = defaultdict(list)

@@ -269,13 +269,9 @@ def _class_relevance(
 def tile_relevance(predictor: Predictor, image: TiledImage, classes: Sequence[int]) -> Tensor:
     """`TiledClassifier.relevance` of the tiles of an image, (classes, rows, cols)."""
     numbers, features = predictor.tile_features(image)
-    pool, head = predictor.model.tile_pool, predictor.model.head.weight
-    shares = pool.shares(features[None], torch.ones(1, len(features)).bool().to(features.device))[0]
     exclusive = predictor.thresholds is None and predictor.answers is None
-    head = head[classes] - (head.mean(dim=0) if exclusive else 0)
-    parts: Tensor = head @ (shares * features).T
-    maps = parts.new_zeros(len(classes), math.prod(image.shape))
-    maps[:, numbers] = parts.clamp(min=0)
+    maps: Tensor = features.new_zeros(len(classes), math.prod(image.shape))
+    maps[:, numbers] = predictor.model.relevance(features, classes, exclusive=exclusive)
     return maps.view(len(classes), *image.shape)
 
 
