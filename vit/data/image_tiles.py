@@ -10,7 +10,6 @@ a pass over the image; any other image as a whole, within the limit of pixels.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from vit.data.instrument_images import (
     GREY,
     GREY_INVERTED,
     RGB,
+    TIFF,
     WITH_IMAGECODECS,
     Array,
     UnusableFile,
@@ -53,7 +53,6 @@ from vit.errors import BadImage
 BACKGROUND = 6.0
 """Standard deviation of 8-bit values: empty glass, sky and borders with the noise of a camera."""
 MAX_TILES = 2**20
-TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
 JPEG, YCBCR = 7, 6
 """Compression and photometric interpretation."""
 ADOBE_RGB = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00"

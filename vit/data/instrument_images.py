@@ -102,6 +102,7 @@ def open_array_image(file: BinaryIO, axes: str = "") -> ArrayImage | None:
 
 # --- TIFF ----------------------------------------------------------------------------------------
 
+TIFF = re.compile(rb"II[*+]\0|MM\0[*+]")
 GREY_INVERTED, GREY, RGB, INK = 0, 1, 2, 5
 COLOURS = {GREY_INVERTED: 1, GREY: 1, RGB: 3, INK: 4}
 """Channels of the photometric interpretations that are read as arrays."""
@@ -375,13 +376,12 @@ def check_inflated(page: Any, data: bytes) -> None:
 
 def read_npy(file: BinaryIO) -> ArrayImage:
     """Read the header of a `.npy` file."""
-    shape, _, dtype = _npy_header(file)
 
-    def load() -> Array:
+    def opened() -> contextlib.nullcontext[BinaryIO]:
         file.seek(0)
-        return _npy_values(file)
+        return contextlib.nullcontext(file)
 
-    return _array_image(shape, dtype, load)
+    return _read_array(opened)
 
 
 def read_npz(file: BinaryIO) -> ArrayImage | None:
@@ -394,40 +394,28 @@ def read_npz(file: BinaryIO) -> ArrayImage | None:
         return None
     if len(names) != 1:
         raise UnusableFile(f"{len(names)} arrays; save one array in a file")
-    with archive.open(names[0]) as member:
-        shape, _, dtype = _npy_header(member)
-
-    def load() -> Array:
-        with archive.open(names[0]) as member:
-            return _npy_values(member)
-
-    return _array_image(shape, dtype, load)
+    return _read_array(lambda: archive.open(names[0]))
 
 
-def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(file)
-    read = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }[version]
-    header: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
-    return header
-
-
-def _npy_values(file: Any) -> Array:
-    """The array of a `.npy` file, (height, width, channels)."""
-    values: Array = np.lib.format.read_array(file, allow_pickle=False)
-    return channels_last(values.astype(values.dtype.newbyteorder("="), copy=False))
-
-
-def _array_image(
-    shape: tuple[int, ...], dtype: np.dtype[Any], load: Callable[[], Array]
-) -> ArrayImage:
+def _read_array(opened: Callable[[], contextlib.AbstractContextManager[Any]]) -> ArrayImage:
+    """Read the header of a `.npy` file, or of one in an archive, which `opened` opens."""
+    with opened() as file:
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[np.lib.format.read_magic(file)]
+        shape, _, dtype = read_header(file)
     if dtype.kind not in "uif":
         raise UnusableFile(f"an array of {dtype}; save integers or floating-point numbers")
     if len(shape) not in (2, 3):
         raise UnusableFile(f"an array of shape {shape}; save (height, width, channels)")
     height, width, channels = channels_last(np.broadcast_to(np.uint8(0), shape)).shape
+
+    def load() -> Array:
+        with opened() as file:
+            values: Array = np.lib.format.read_array(file, allow_pickle=False)
+        return channels_last(values.astype(values.dtype.newbyteorder("="), copy=False))
+
     return ArrayImage("NPY", (width, height), channels, dtype.newbyteorder("="), load)
 
 
@@ -565,7 +553,7 @@ PHOTOGRAPHS = (b"\xff\xd8\xff", b"\x89PNG")
 Reader = Callable[[BinaryIO], ArrayImage | None]
 READERS: tuple[tuple[re.Pattern[bytes], Reader], ...] = (
     (re.compile(rb".{128}DICM", re.S), read_dicom),
-    (re.compile(rb"II[*+]\0|MM\0[*+]"), read_tiff),
+    (TIFF, read_tiff),
     (re.compile(rb"\x93NUMPY"), read_npy),
     (re.compile(rb"PK\x03\x04"), read_npz),
 )

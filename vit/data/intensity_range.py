@@ -9,7 +9,7 @@ damaged pixels, the outer ones failed exposures.
 
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -75,7 +75,9 @@ def measure_channels(
         notify(f"note: {differ}: they are taken by number")
         names = ()
     order, names = choose_channels(data.channel_order, count, names)
-    value_type = value_type_of({one.dtype for one in stored.values()})
+    dtypes = {one.dtype for one in stored.values()}
+    holding = (kind for kind in VALUE_TYPES if all(np.can_cast(dtype, kind) for dtype in dtypes))
+    value_type: ValueType = next(holding, "float32")  # the narrowest that holds all values
     chosen = evenly_spaced(paths, MAX_MEASURED)
     with ThreadPoolExecutor(THREADS) as pool:
         measured = list(pool.map(lambda path: _channel_sample(path, order, data.axes), chosen))
@@ -135,14 +137,6 @@ def choose_channels(
             f"--channels {','.join(words)}: give different numbers from 0 to {count - 1}, or {rest}"
         )
     return numbers, tuple(names[number] for number in numbers) if names else ()
-
-
-def value_type_of(dtypes: Collection[str]) -> ValueType:
-    """The narrowest type of a network's input that holds all values of files of `dtypes`."""
-    for value_type in VALUE_TYPES[:-1]:
-        if all(np.can_cast(dtype, value_type) for dtype in dtypes):
-            return value_type
-    return "float32"
 
 
 def _channel_sample(path: str, order: Sequence[int], axes: str) -> np.ndarray[Any, Any] | None:

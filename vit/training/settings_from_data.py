@@ -282,11 +282,10 @@ def check_same_channels(paths: Sequence[str], stored: Mapping[str, StoredValues]
     first = next(path for path in paths if path in stored)
     number = plural(stored[first].channels, "channel")
     for path in paths:
-        if path not in stored:
-            raise DataError(f"{first} has {number} and {path} is RGB of 8 bits: take one kind")
-        if stored[path].channels != stored[first].channels:
-            other = stored[path].channels
-            raise DataError(f"{first} has {number} and {path} has {other}: take one kind")
+        found = stored.get(path)
+        if found is None or found.channels != stored[first].channels:
+            other = "is RGB of 8 bits" if found is None else f"has {found.channels}"
+            raise DataError(f"{first} has {number} and {path} {other}: take one kind")
 
 
 def check_fit(data: DataConfig, stored: Mapping[str, StoredValues]) -> None:
