@@ -21,7 +21,12 @@ from vit.data.image_io import read_image
 from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.errors import ConfigError, RunError
 from vit.generation.generation_config import Search
-from vit.inference.attribution import WordAttribution, attribute_caption, relevance
+from vit.inference.attribution import (
+    WordAttribution,
+    attribute_caption,
+    relevance,
+    seen_image,
+)
 from vit.inference.attribution_plot import (
     TILE,
     draw_explanations,
@@ -126,7 +131,7 @@ def test_attention_to_the_bright_patch_is_plotted_there(run, tmp_path, keep_aspe
         place = divmod(int(word.weights.argmax()), word.weights.shape[1])
         assert place == (row // 8, col // 8)
         assert word.weights.max() > 0.9
-    drawn = plot_words(answer.pixels, words[:1])
+    drawn = plot_words(seen_image(predictor, answer.pixels), words[:1])
     # the tile of the word beside that of the image: orange where that is white
     left = np.asarray(drawn.convert("L"))[8:, 8:]
     height, width = (round(TILE * side / max(seen.shape)) for side in seen.shape)
@@ -181,7 +186,7 @@ def test_plot_names_are_unique_and_stay_in_the_folder(run, input_images, tmp_pat
 
 
 def sizes(text: str) -> tuple[int, int]:
-    return plot_words(torch.zeros(3, 16, 16).byte(), [WordAttribution(text, torch.ones(2, 2))]).size
+    return plot_words(Image.new("RGB", (16, 16)), [WordAttribution(text, torch.ones(2, 2))]).size
 
 
 @pytest.mark.parametrize("word", NASTY, ids=[str(n) for n in range(len(NASTY))])

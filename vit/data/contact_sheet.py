@@ -37,21 +37,28 @@ def check_sheet_name(path: str | Path) -> None:
 def contact_sheet(images: Tensor, texts: Sequence[Sequence[str]]) -> Image.Image:
     """The first 64 of (images, 3, height, width) uint8 in rows of 8, each with its texts below."""
     tiles = [tile(image) for image in images[:MAX_IMAGES]]
-    width, height = tiles[0].size
-    cell = max(width, TILE // 2)
+    cell = max(tiles[0].width, TILE // 2)
     lines = [
         [line for text in paragraphs for line in wrap(truncate(printable(text)), cell)]
         for paragraphs in texts[:MAX_IMAGES]
     ]
-    cols = min(len(tiles), COLS)
-    rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
+    return place_in_rows(tiles, lines, cell=cell, cols=COLS)
+
+
+def place_in_rows(
+    images: Sequence[Image.Image], lines: Sequence[Sequence[str]], *, cell: int, cols: int
+) -> Image.Image:
+    """Images of one size in rows of `cols`, each centred in `cell` pixels with its lines below."""
+    width, height = images[0].size
+    cols = min(len(images), cols)
+    rows = [range(at, min(at + cols, len(images))) for at in range(0, len(images), cols)]
     heights = [height + LINE_HEIGHT * max(len(lines[i]) for i in row) + MARGIN for row in rows]
     sheet = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(heights)), "white")
     draw, top = ImageDraw.Draw(sheet), MARGIN
     for row, row_height in zip(rows, heights, strict=True):
         for col, index in enumerate(row):
             left = MARGIN + col * (cell + MARGIN)
-            sheet.paste(tiles[index], (left + (cell - width) // 2, top))
+            sheet.paste(images[index], (left + (cell - width) // 2, top))
             for number, line in enumerate(lines[index]):
                 draw_centred(draw, line, (left + cell // 2, top + height + LINE_HEIGHT * number))
         top += row_height

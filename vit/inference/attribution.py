@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
+from PIL import Image
 from torch import Tensor
 
 from vit.data.captions.tokenizer import Tokenizer
@@ -206,16 +207,13 @@ def attribute_classes(
     The maps of tiles and of numbers are not tested by deletion; a number is explained by what makes
     it larger.
     """
-    if predictor.preprocessing.tiles is not None or predictor.answers is not None:
-        assert output.probabilities is not None
-        return [
-            ClassAttribution(predictor.classes[index], float(output.probabilities[index]), weights)
-            for index, weights in class_maps(predictor, output, threshold=threshold)
-        ]
     classes, image, maps = _class_relevance(predictor, output, threshold)
     assert output.pixels is not None, "an output without an error has an image"
     names = [predictor.classes[index] for index in classes]
     shares = [_normalised(weights.cpu()) for weights in maps]
+    if isinstance(output.pixels, TiledImage) or predictor.answers is not None:
+        assert output.probabilities is not None, "an output without an error has probabilities"
+        return [*map(ClassAttribution, names, output.probabilities[classes].tolist(), shares)]
     if not deletion:
         with torch.inference_mode():
             logits = predictor.model(image.unsqueeze(0))
@@ -353,12 +351,16 @@ def input_region(
     }
     if preprocessing.tiles is not None:
         region["tiles"] = asdict(preprocessing.tiles)
-    if with_image and isinstance(pixels, TiledImage):
-        region["image"] = encode_thumbnail(pixels.thumbnail(THUMBNAIL)).source
-    elif with_image:
-        shown = to_rgb_image(preprocessing.to_display(pixels), "an image")
-        region["image"] = encode_thumbnail(shown).source
+    if with_image:
+        region["image"] = encode_thumbnail(seen_image(predictor, pixels)).source
     return region
+
+
+def seen_image(predictor: Predictor, pixels: Tensor | TiledImage) -> Image.Image:
+    """An image as the network saw it; by tiles, all of it at THUMBNAIL."""
+    if isinstance(pixels, TiledImage):
+        return pixels.thumbnail(THUMBNAIL)
+    return to_rgb_image(predictor.preprocessing.to_display(pixels), "an image")
 
 
 def word_attributions_to_json(

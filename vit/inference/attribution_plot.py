@@ -14,18 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from einops import rearrange
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor
 
 from vit.atomic_files import explain_write_errors, open_atomic, write_text
-from vit.data.contact_sheet import LINE_HEIGHT, break_lines, draw_centred, overlay
-from vit.data.image_tiles import TiledImage
-from vit.data.preprocessing import to_tensor
+from vit.data.contact_sheet import break_lines, overlay, place_in_rows
 from vit.data.sources.file_walk import OUTPUT_MARKER
 from vit.errors import ConfigError, explain_full_memory
 from vit.inference.attribution import (
-    THUMBNAIL,
     AttributionOverflow,
     Deletion,
     WordAttribution,
@@ -33,6 +29,7 @@ from vit.inference.attribution import (
     attribute_classes,
     class_attributions_to_json,
     deletion_summary,
+    seen_image,
     view_lines,
     word_attributions_to_json,
 )
@@ -43,7 +40,6 @@ from vit.text import Notify, ignore, printable
 
 TILE = 208
 """Pixels of the longer side of an image in the plot."""
-MARGIN = 8
 MAX_COLS = 5
 MAX_STEM = 40
 """Characters of a file name, of four bytes at most: names have at most 255 bytes."""
@@ -122,8 +118,8 @@ def plot_name(number: int, image: str) -> str:
 def _plot_caption(predictor: Predictor, output: ImageOutput, path: Path) -> None:
     assert output.pixels is not None, "an output with captions has an image"
     words = attribute_caption(predictor, output)
-    shown = predictor.preprocessing.to_display(output.pixels)
-    _write(path, plot_words(shown, words), word_attributions_to_json(output, words))
+    plot = plot_words(seen_image(predictor, output.pixels), words)
+    _write(path, plot, word_attributions_to_json(output, words))
 
 
 def _plot_classes(
@@ -138,11 +134,8 @@ def _plot_classes(
     assert output.pixels is not None, "an output without an error has an image"
     classes = attribute_classes(predictor, output, deletion=deletion, threshold=threshold)
     texts = [view_lines(predictor, output.pixels), *(one.lines for one in classes)]
-    if isinstance(output.pixels, TiledImage):
-        shown = to_tensor(output.pixels.thumbnail(THUMBNAIL))
-    else:
-        shown = predictor.preprocessing.to_display(output.pixels)
-    plot = plot_attributions(shown, [one.weights for one in classes], texts)
+    image = seen_image(predictor, output.pixels)
+    plot = plot_attributions(image, [one.weights for one in classes], texts)
     _write(path, plot, class_attributions_to_json(predictor, output, classes))
     return classes[0].deletion
 
@@ -155,36 +148,20 @@ def _write(path: Path, plot: Image.Image, record: object) -> None:
     write_text(path.with_name(f"{path.name}.json"), to_json(record) + "\n")
 
 
-def plot_words(image: Tensor, words: Sequence[WordAttribution]) -> Image.Image:
+def plot_words(image: Image.Image, words: Sequence[WordAttribution]) -> Image.Image:
     """The image, then the image under the map of each word; see `plot_attributions`."""
     texts = [[], *([word.text] for word in words)]
     return plot_attributions(image, [word.weights for word in words], texts)
 
 
 def plot_attributions(
-    image: Tensor, weights: Sequence[Tensor], texts: Sequence[Sequence[str]]
+    plain: Image.Image, weights: Sequence[Tensor], texts: Sequence[Sequence[str]]
 ) -> Image.Image:
-    """The uint8 image, (3, height, width), then under each map, (rows, cols), with texts below."""
-    plain = Image.fromarray(rearrange(image, "rgb height width -> height width rgb").numpy())
+    """The image, then under each map, (rows, cols), with texts below."""
     longer = max(plain.size)
     width, height = (max(1, round(side * TILE / longer)) for side in plain.size)
     plain = plain.resize((width, height), Image.Resampling.BICUBIC)
-    tiles = [plain, *(overlay(plain, shares) for shares in weights)]
     cell = max(width, TILE // 2)  # room for the texts of narrow images
     lines = [[row for text in some for row in break_lines(printable(text), cell)] for some in texts]
-    cols = min(len(tiles), MAX_COLS)
-    rows = [range(at, min(at + cols, len(tiles))) for at in range(0, len(tiles), cols)]
-    heights = [
-        height + LINE_HEIGHT * max(1, *(len(lines[i]) for i in row)) + MARGIN for row in rows
-    ]
-    whole = Image.new("RGB", (MARGIN + cols * (cell + MARGIN), MARGIN + sum(heights)), "white")
-    draw = ImageDraw.Draw(whole)
-    top = MARGIN
-    for row, tall in zip(rows, heights, strict=True):
-        for col, index in enumerate(row):
-            left = MARGIN + col * (cell + MARGIN)
-            whole.paste(tiles[index], (left + (cell - width) // 2, top))
-            for line, text in enumerate(lines[index]):
-                draw_centred(draw, text, (left + cell // 2, top + height + LINE_HEIGHT * line))
-        top += tall
-    return whole
+    images = [plain, *(overlay(plain, shares) for shares in weights)]
+    return place_in_rows(images, [some or [""] for some in lines], cell=cell, cols=MAX_COLS)
