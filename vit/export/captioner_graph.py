@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError
-from vit.export.classifier_graph import BATCHES, random_images
+from vit.export.classifier_graph import random_inputs
 from vit.export.onnx_tracing import Part
 from vit.model.captioner import CachedDecoder, Captioner
 from vit.model.decoder import TextDecoder
@@ -108,9 +108,7 @@ def parts_of(run: LoadedRun) -> tuple[Part, Part]:
         module=ImageEncoder(model, run.preprocessing).eval(),
         inputs={"images": {0: "batch"}},
         outputs=memory | ({"probabilities": {0: "batch"}} if model.num_classes else {}),
-        examples=[
-            (torch.from_numpy(random_images(run.preprocessing, count)),) for count in BATCHES
-        ],
+        examples=[(torch.from_numpy(images),) for images in random_inputs(run.preprocessing)],
     )
     decoder = Part(
         name="decoder",

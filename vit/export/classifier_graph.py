@@ -116,7 +116,7 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     preprocessing, batch = run.preprocessing, {0: "batch"}
     if tokens and preprocessing.native:
         raise ConfigError("resize=native: the number of tokens varies; export without tokens")
-    images = {**batch, 1: "height", 2: "width"} if preprocessing.native else batch
+    axes = {**batch, 1: "height", 2: "width"} if preprocessing.native else batch
     outputs = {"probabilities": batch}
     if tokens:
         outputs |= {"tokens": batch, "embedding": batch, "attention": batch}
@@ -129,12 +129,9 @@ def part_of(run: LoadedRun, *, tokens: bool = False) -> Part:
     return Part(
         name="classifier",
         module=kind(run.model, preprocessing, activation, run.distance).eval(),
-        inputs={FITTED if preprocessing.in_graph else INPUT: images},
+        inputs={FITTED if preprocessing.in_graph else INPUT: axes},
         outputs=outputs,
-        examples=[
-            (torch.from_numpy(random_images(preprocessing, count, *size)),)
-            for count, size in zip(BATCHES, input_sizes(preprocessing), strict=True)
-        ],
+        examples=[(torch.from_numpy(images),) for images in random_inputs(preprocessing)],
         multiple=preprocessing.patch_size or 1,
     )
 
@@ -184,10 +181,11 @@ def check_images(
 ) -> float:
     """Largest difference of a file to torch and Pillow on random images of several sizes."""
     largest = 0.0
-    sizes = input_sizes(preprocessing)
-    own = [(count, *size) for count, size in zip(BATCHES, sizes, strict=True)]
-    for count, *size in (*own, *(IMAGES if preprocessing.in_graph else ())):
-        resized = images = random_images(preprocessing, count, *size)
+    batches = random_inputs(preprocessing)
+    if preprocessing.in_graph:
+        batches += [preprocessing.random_input(count, count, *size) for count, *size in IMAGES]
+    for images in batches:
+        resized = images
         if preprocessing.in_graph:
             fitted = [preprocessing.resize_and_crop(Image.fromarray(image)) for image in images]
             resized = np.stack([np.asarray(image) for image in fitted])
@@ -198,15 +196,12 @@ def check_images(
     return largest
 
 
-def input_sizes(preprocessing: Preprocessing) -> list[tuple[int, int]]:
-    """(height, width) of resized images for each of BATCHES, of native of several shapes."""
-    side = preprocessing.patch_size
-    if side is None:
-        return [preprocessing.image_size] * len(BATCHES)
-    return [(2 * side, 3 * side), preprocessing.image_size, (side, 4 * side), (3 * side, side)]
-
-
-def random_images(preprocessing: Preprocessing, count: int, *size: int) -> Array:
-    """Random images, (count, height, width, channels), seeded by `count`; of the network's own size
-    without another."""
-    return preprocessing.random_input(count, count, *(size or preprocessing.image_size))
+def random_inputs(preprocessing: Preprocessing) -> list[Array]:
+    """Random resized images, (batch, height, width, channels) with each of BATCHES, of native of
+    several shapes."""
+    side, usual = preprocessing.patch_size, preprocessing.image_size
+    sizes = [usual] * len(BATCHES)
+    if side is not None:
+        sizes = [(2 * side, 3 * side), usual, (side, 4 * side), (3 * side, side)]
+    pairs = zip(BATCHES, sizes, strict=True)
+    return [preprocessing.random_input(count, count, *size) for count, size in pairs]

@@ -15,7 +15,7 @@ import numpy as np
 
 from vit.atomic_files import atomic_file
 from vit.errors import VitError
-from vit.export.classifier_graph import input_sizes, random_images
+from vit.export.classifier_graph import random_inputs
 from vit.export.export_onnx import classifier_file
 from vit.export.export_request import Exported, ExportJob
 from vit.exported import openvino_session as runtime
@@ -42,8 +42,7 @@ def write_openvino(job: ExportJob) -> Exported:
         preprocessing = job.run.preprocessing
         images = None
         if not preprocessing.in_graph:
-            sizes = input_sizes(preprocessing)
-            images = [random_images(preprocessing, 1, *size)[0] for size in sizes]
+            images = [batch[0] for batch in random_inputs(preprocessing)]
         largest = exported.difference + convert(staged, path, images=images)
     files = tuple((file, file.stat().st_size) for file in (path, path.with_suffix(WEIGHTS)))
     return replace(exported, files=files, difference=largest)
