@@ -226,18 +226,16 @@ class Preprocessing:
         bag = () if self.tiles is None else (1,)
         return torch.zeros(*bag, self.num_channels, *size, dtype=getattr(torch, self.value_type))
 
-    def resize_and_crop(self, image: AnyImage, box: Box | None = None) -> AnyImage:
-        """Resize `image`, if it is kept whole a `box` of it, and crop its centre or add borders."""
-        if self.whole:
-            left, top, right, bottom = box or (0, 0, *image.size)
-            full = self.resized_size(right - left, bottom - top)
-            return self.add_borders(image.resize(full, RESAMPLING[self.interpolation], box=box))
-        height, width = self.image_size
+    def resize_and_crop(self, image: AnyImage) -> AnyImage:
+        """Resize `image`, and crop its centre or add borders."""
+        resample = RESAMPLING[self.interpolation]
         full = full_width, full_height = self.resized_size(*image.size)
+        if self.whole:
+            return self.add_borders(image.resize(full, resample))
+        height, width = self.image_size
         # round() as torchvision's centre crop does: half a pixel goes to the even side
         left, top = round((full_width - width) * 0.5), round((full_height - height) * 0.5)
         box = (left, top, left + width, top + height)
-        resample = RESAMPLING[self.interpolation]
         if full_width * full_height <= MAX_RESIZED_PIXELS:
             return image.resize(full, resample).crop(box)
         x, y = image.width / full_width, image.height / full_height
@@ -336,13 +334,12 @@ class Preprocessing:
 
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON; without what is not defined, as older versions wrote."""
-        values = asdict(
-            self, dict_factory=lambda them: {k: v for k, v in them if v or k not in OPTIONAL}
-        )
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
+
+        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+            defined = [(name, value) for name, value in items if value or name not in OPTIONAL]
+            return {name: [*v] if isinstance(v, tuple) else v for name, v in defined}
+
+        return asdict(self, dict_factory=plain)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocessing":

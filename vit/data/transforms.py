@@ -273,9 +273,8 @@ class TrainingTransform:
         if self.config.min_crop == 1:
             return self.preprocessing.resize_and_crop(image)
         box = self._sample_box(*image.size)
-        if self.preprocessing.whole:
-            return self.preprocessing.resize_and_crop(image, box)
-        return image.resize((width, height), resample, box=box)
+        part = image.resize(self._size_of(box)[::-1], resample, box=box)
+        return self.preprocessing.add_borders(part)
 
     def _flip(self, image: AnyImage) -> AnyImage:
         horizontally, vertically = self._sample_flips()
