@@ -261,7 +261,7 @@ def test_reject_of_a_multilabel_network_takes_no_other_threshold(monkeypatch):
     monkeypatch.setattr("vit.inference.predictor.check_selection", lambda *_, **__: None)
     engine = SimpleNamespace(
         run=None, classes=("a", "b"), thresholds=(0.5, 0.5), calibration=None, keep_aspect=False,
-        prepare=None, preprocessing=SimpleNamespace(intensity_range=None),
+        answers=None, prepare=None, preprocessing=SimpleNamespace(intensity_range=None),
     )  # fmt: skip
     model = SimpleNamespace(predictor=Predictor(engine), explains=False)
     ServedModel.check(model, RowOptions(reject=True))
