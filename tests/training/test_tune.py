@@ -36,6 +36,13 @@ def test_settings_that_leave_nothing_to_search_are_refused(settings, message, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_column_asks_is_known_before_anything_is_measured(tmp_path):
+    (tmp_path / "ages.csv").write_text("image,age\n1.png,3\n2.png,4\n")
+    asked = {"data": str(tmp_path / "ages.csv"), "target": ("age",), "time": "60s"}
+    with pytest.raises(ConfigError, match="task=regression: a search compares classifiers"):
+        tune(asked, tmp_path / "out")
+
+
 def test_trials_are_the_plan_and_different_changes_of_it():
     planned = {"lr": 2e-3, "fallback_lr": 4e-3, "min_crop": 0.35, "optimizer": "muon"}
     config = make_config(planned)

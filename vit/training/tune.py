@@ -45,7 +45,7 @@ from vit.training.checkpoint.run_folder import LOCK, delete_unused, lock_folder
 from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier, silent_log
-from vit.training.plan import is_planned, plan_training, summary_lines
+from vit.training.plan import is_planned, plan_training, summary_lines, with_target_task
 from vit.training.train import train, translate_errors
 from vit.training.trainer import TrainingResult
 
@@ -108,7 +108,7 @@ def tune(
     chosen = Settings(call=more) if resumes else call_settings(settings, more)
     if isinstance(chosen, Config):
         raise ConfigError("a Config is complete, and leaves nothing to search: give DATA")
-    values = checked(chosen)
+    values = checked(with_target_task(chosen))
     if not (values.get("data") or (resume and out)):
         raise ConfigError("data is missing: name a folder of images, a list or a known set")
     folder = Path(out or f"{default_run_folder(values['data'])}-tune")
