@@ -104,7 +104,7 @@ class Regression(Task):
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """Loss of each image, (images,), of values in units (images, targets)."""
-        wanted = self.standardised(labels).to(outputs)
+        wanted = self.standardised(labels).to(outputs, non_blocking=True)
         there = ~wanted.isnan()
         losses = F.huber_loss(outputs, wanted.nan_to_num(), reduction="none", delta=DELTA)
         return (losses * there).mean(1)
