@@ -126,7 +126,7 @@ def test_a_set_ends_before_the_level_is_exceeded():
         (PLAIN, {"reject": False, "sets": 0.9}, "have no calibration.*vit calibrate RUN DATA"),
         (WHOLE, {"reject": False, "sets": 1.0}, "a coverage above 0 and at most 0.999"),
         (
-            {**WHOLE, "threshold": None},
+            {**WHOLE, "threshold": None, "farthest": None},
             {"reject": True, "sets": None},
             "98% of the answers by the 360 images.*lower --target-precision",
         ),

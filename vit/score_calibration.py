@@ -82,6 +82,14 @@ class ScoreCalibration:
         thresholds = (self.threshold, *self.class_thresholds.values())
         return any(threshold is not None for threshold in thresholds)
 
+    @property
+    def promise(self) -> str:
+        """How many of the answers with `reject` are right."""
+        if not self.rejects:
+            return "how many of the answers are right is not proven"
+        new = "" if self.groups is None else ", in a new group"
+        return f"at least {100 * (self.target_precision or 0):.4g}% of the answers are right{new}"
+
     def without_selection(self) -> "ScoreCalibration":
         """The same scaling of logits, without threshold and prediction sets."""
         return ScoreCalibration(**{name: getattr(self, name) for name in SCALING})
@@ -92,6 +100,8 @@ class ScoreCalibration:
         """Why an answer of this probability is not given, or None."""
         if self.farthest is not None and distance is not None and not distance <= self.farthest:
             return UNLIKE
+        if not self.rejects:
+            return None
         threshold = self.threshold
         if answer is not None and answer in self.class_thresholds:
             threshold = self.class_thresholds[answer]
@@ -229,7 +239,7 @@ def check_selection(
     units, number = "images", calibration.images
     if calibration.groups is not None:
         units, number = "groups of images", calibration.groups
-    if reject and not calibration.rejects:
+    if reject and not calibration.rejects and calibration.farthest is None:
         raise ConfigError(
             "reject: no score is proven to be right for "
             f"{100 * (calibration.target_precision or 0):.4g}% of the answers by the "

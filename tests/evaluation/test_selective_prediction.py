@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from vit.errors import ConfigError
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.selective_prediction import (
     binomial_tail,
@@ -13,6 +14,7 @@ from vit.evaluation.selective_prediction import (
     needed_images,
     precision_threshold,
 )
+from vit.score_calibration import UNLIKE, check_selection
 
 
 def draw(images: int, generator: torch.Generator):
@@ -114,11 +116,50 @@ def test_a_calibration_that_proves_nothing_says_what_it_takes(multilabel):
     targets = torch.nn.functional.one_hot(labels, 3)
     logits = 4.0 * targets - 2 + 1.5 * torch.randn(200, 3, generator=generator)
     known = targets if multilabel else labels
-    fitted = fit_calibration(logits, known)
+    fitted = fit_calibration(logits, known, target_precision=0.98)
     assert not fitted.calibration.rejects
     (line,) = (line for line in describe_calibration(fitted) if "no score from which" in line)
     assert line.endswith("than these 200 images, or a lower --target-precision")
     assert fit_calibration(logits, known, target_precision=0.6).calibration.rejects
+
+
+def test_the_highest_share_that_is_proven_is_promised():
+    """Levels by the exact test alone; lower ones are named with what they answer."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(3, (600,), generator=generator)
+    noise = torch.randn(600, 3, generator=generator) * torch.linspace(0.2, 2.5, 600).unsqueeze(1)
+    logits = 4.0 * torch.nn.functional.one_hot(labels, 3) + noise
+    fitted = fit_calibration(logits, labels)
+    alone = {
+        share: fit_calibration(logits, labels, target_precision=share).calibration
+        for share in (0.99, 0.98, 0.95, 0.9, 0.85, 0.8)
+    }
+    proven = [share for share, one in alone.items() if one.rejects]
+    assert 0.99 not in proven
+    assert fitted.calibration == alone[proven[0]]
+    assert fitted.lower == {share: alone[share].answered for share in proven[1:]}
+    (line,) = (one for one in describe_calibration(fitted) if "gives more" in one)
+    assert f"{alone[0.9].answered:.1%} with 0.9" in line
+    named = fit_calibration(logits, labels, target_classes={"first": 0}).calibration
+    assert None not in (named.threshold, named.class_thresholds["first"])
+
+
+def test_only_images_unlike_the_training_images_are_unknown_if_nothing_is_proven():
+    logits = torch.randn(150, 3, generator=torch.Generator().manual_seed(0))
+    labels, distances = torch.arange(150) % 3, torch.arange(150.0).double()
+    fitted = fit_calibration(logits, labels, distances=distances)
+    calibration = fitted.calibration
+    assert not calibration.rejects
+    assert describe_calibration(fitted)[2].endswith(
+        "all images but those unlike the training images"
+    )
+    check_selection(calibration, reject=True, sets=None)
+    assert calibration.reject_reason(0.34, calibration.farthest) is None
+    assert calibration.reject_reason(0.99, calibration.farthest + 1) == UNLIKE
+    assert "not proven" in calibration.promise
+    alone = fit_calibration(logits, labels).calibration
+    with pytest.raises(ConfigError, match=r"right for 80% of the answers"):
+        check_selection(alone, reject=True, sets=None)
 
 
 def test_the_largest_distance_is_that_of_a_new_group_where_groups_are_enough():
@@ -146,8 +187,8 @@ def test_no_group_is_scaled_or_decided_by_itself(multilabel, monkeypatch):
     logits = 2.0 * torch.nn.functional.one_hot(labels, 3) + torch.randn(200, 3, generator=generator)
     seen = []
 
-    def record(confidences, right, *_args, **_options):
-        seen.append(confidences)
+    def record(confidences, _right, target, **_options):
+        seen.extend([confidences] * (target == 0.8))
 
     monkeypatch.setattr("vit.evaluation.fit_calibration.precision_threshold", record)
     for changed in (labels, torch.where(groups == 9, (labels + 1) % 3, labels)):

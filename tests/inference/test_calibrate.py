@@ -42,13 +42,18 @@ def several(several_run, several_list, tmp_path):
 def test_the_measured_calibration_is_that_of_the_predictions(run, tiny_data, capsys):
     raw = evaluate(run, str(tiny_data), **EXACT)
     out = run.parent / "scores.json"
-    words = ["--target-precision", "0.05", "--json", str(out)]
-    assert main(["calibrate", str(run), str(tiny_data), *WORDS, *words]) == 0
+    words = ["calibrate", str(run), str(tiny_data), *WORDS, "--json", str(out)]
+    before = (run / "config.json").read_bytes()
+    assert main([*words, "--target-precision", "0.99"]) == 2
+    assert "keeps its calibration: no score from which on 99%" in capsys.readouterr().err
+    assert (run / "config.json").read_bytes() == before
+    assert main(words) == 0
     printed = capsys.readouterr()
     found = json.loads(out.read_text())
     assert load_run(run).calibration.to_dict() == found["calibration"]
     assert found["calibration"]["images"] == 27
-    assert found["calibration"]["target_precision"] == 0.05
+    assert found["calibration"]["target_precision"] == 0.8
+    assert "or a lower --target-precision" in printed.err
     for name in ("ece", "nll", "brier", "top1"):
         assert found["before"][name] == pytest.approx(raw[name], abs=1e-9)
     assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
@@ -90,7 +95,7 @@ def test_a_multilabel_run_decides_as_before(several):
     assert len({*map(tuple, before)}) > 1
     assert found["calibration_error"] == pytest.approx(found["after"]["ece"], abs=1e-12)
     assert found["after"]["nll"] <= found["before"]["nll"]
-    with pytest.raises(ConfigError, match=r"no score is proven to be right for 98% of"):
+    with pytest.raises(ConfigError, match=r"no score is proven to be right for 80% of"):
         Predictor(run, **EXACT)(images, reject=True)
 
 
@@ -169,7 +174,7 @@ def test_threshold_and_sets_of_groups(run, tiny_data):
     found, told = [], []
     for group in (None, r"(\d)\.\w+$"):  # 9 groups of the same number
         notes: list[str] = []
-        settings = {"target_precision": 0.05, "group": group, **EXACT}
+        settings = {"group": group, **EXACT}
         calibrate(run, str(tiny_data), notify=notes.append, **settings)
         found.append(load_run(run).calibration)
         told.append(any("new group" in one or "groups without" in one for one in notes))

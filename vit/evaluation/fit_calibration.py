@@ -39,7 +39,7 @@ from vit.evaluation.intervals import count_groups, count_present
 from vit.evaluation.multilabel_metrics import choose_thresholds
 from vit.evaluation.selective_prediction import (
     ALLOWED_ERROR,
-    TARGET_PRECISION,
+    TARGET_PRECISIONS,
     needed_images,
     precision_threshold,
 )
@@ -49,7 +49,13 @@ from vit.evaluation.temperature_scaling import (
     fit_temperature,
     fold_numbers,
 )
-from vit.score_calibration import COVERAGES, FREE_CLASSES, SET_PENALTY, ScoreCalibration
+from vit.score_calibration import (
+    COVERAGES,
+    FREE_CLASSES,
+    SET_PENALTY,
+    UNLIKE,
+    ScoreCalibration,
+)
 from vit.text import plural, printable
 
 FALSE_ALARMS = 0.01
@@ -65,6 +71,8 @@ class FittedCalibration(NamedTuple):
     temperature: FittedTemperature
     error: float
     """Calibration error (ECE) of scores that the other images calibrated."""
+    lower: Mapping[float, float]
+    """Share of the images that `--reject` would answer with lower shares of right answers."""
     fewest: int | None = None
     """Images of the rarest class, or groups with one; None of a multi-label network."""
 
@@ -75,7 +83,7 @@ def fit_calibration(
     *,
     fitted: FittedTemperature | None = None,
     distances: Tensor | None = None,
-    target_precision: float = TARGET_PRECISION,
+    target_precision: float | None = None,
     target_classes: Mapping[str, int] | None = None,
     thresholds: Sequence[float] | None = None,
     groups: Tensor | None = None,
@@ -89,6 +97,8 @@ def fit_calibration(
         distances: Of the images from those of training, (images,), of a single-label network. They
             give a largest one, which FALSE_ALARMS of images like these exceed (of a new group, from
             99 groups on); the threshold is of the images that do not.
+        target_precision: Share of the answers that has to be right; None: the highest of
+            TARGET_PRECISIONS that these images prove, of as many `target_classes` as possible.
         target_classes: Indices of classes whose answers keep this share each on its own, by name;
             those of the other classes keep it together. The allowed error is divided equally, so
             that all hold at once.
@@ -113,29 +123,18 @@ def fit_calibration(
     named = target_classes or {}
     parts = [answers == index for index in named.values()]
     parts.append(~torch.stack(parts).any(dim=0) if parts else torch.ones(images, dtype=torch.bool))
-    found = [
-        precision_threshold(
-            confidences[part],
-            (answers == targets)[part],
-            target_precision,
-            error=ALLOWED_ERROR / len(parts),
-            groups=None if groups is None else groups[part],
-        )
-        for part in parts
-    ]
-    answered = [
-        one.answered * int(part.sum()) / images if one else 0.0
-        for one, part in zip(found, parts, strict=True)
-    ]
-    *own, rest = (None if one is None else one.threshold for one in found)
+    proof, lower = prove_thresholds(
+        confidences, answers == targets, parts, target_precision, groups
+    )
+    *own, rest = proof.thresholds
     scores = set_scores(probabilities, targets)
     calibration = ScoreCalibration(
         temperature=fitted.scaling.temperature,
         exponent=fitted.scaling.exponent,
         images=images,
-        target_precision=target_precision,
+        target_precision=proof.target,
         threshold=rest,
-        answered=sum(answered),
+        answered=proof.answered,
         farthest=farthest,
         set_levels=tuple(set_levels(scores, COVERAGES, groups)),
         class_thresholds=dict(zip(named, own, strict=True)),
@@ -145,14 +144,61 @@ def fit_calibration(
         groups=None if groups is None else count_groups(groups),
     )
     fewest = count_rarest(targets, logits.shape[1], groups)
-    return FittedCalibration(calibration, fitted, error, fewest)
+    return FittedCalibration(calibration, fitted, error, lower, fewest)
+
+
+class Proof(NamedTuple):
+    """What images prove of the answers that reach a threshold."""
+
+    target: float
+    """Share of these that is right."""
+    thresholds: tuple[float | None, ...]
+    """Of the answers of each part; None if none is proven."""
+    answered: float
+    """Share of the images that reach them."""
+
+
+def prove_thresholds(
+    confidences: Tensor,
+    right: Tensor,
+    parts: Sequence[Tensor],
+    target: float | None,
+    groups: Tensor | None,
+) -> tuple[Proof, dict[float, float]]:
+    """The threshold of the answers of each part, for the highest share of right answers that is
+    proven for most parts; and the shares of images that lower ones answer.
+
+    Args:
+        parts: Which images are in it, (images,).
+        target: The only share to try; None: those of TARGET_PRECISIONS.
+    """
+    proofs = []
+    for share in TARGET_PRECISIONS if target is None else (target,):
+        found = [
+            precision_threshold(
+                confidences[part],
+                right[part],
+                share,
+                error=ALLOWED_ERROR / len(parts),
+                groups=None if groups is None else groups[part],
+            )
+            for part in parts
+        ]
+        answered = sum(
+            one.answered * int(part.sum()) / len(right) if one else 0.0
+            for one, part in zip(found, parts, strict=True)
+        )
+        proofs.append(Proof(share, tuple(one and one.threshold for one in found), answered))
+    unproven = [proof.thresholds.count(None) for proof in proofs]
+    best = unproven.index(min(unproven)) if min(unproven) < len(parts) else -1
+    return proofs[best], {proof.target: proof.answered for proof in proofs[best:][1:]}
 
 
 def _fit_multilabel(
     logits: Tensor,
     targets: Tensor,
     fitted: FittedTemperature,
-    target_precision: float,
+    target_precision: float | None,
     thresholds: Sequence[float] | None,
     groups: Tensor | None,
 ) -> FittedCalibration:
@@ -170,19 +216,20 @@ def _fit_multilabel(
     decided = raw >= limits
     confidences = torch.where(decided, probabilities, 1 - probabilities).prod(dim=1)
     right = (decided == targets.bool()).all(dim=1)
-    found = precision_threshold(confidences, right, target_precision, groups=groups)
+    whole = torch.ones(len(targets), dtype=torch.bool)
+    proof, lower = prove_thresholds(confidences, right, [whole], target_precision, groups)
     calibration = ScoreCalibration(
         temperature=fitted.scaling.temperature,
         images=len(targets),
-        target_precision=target_precision,
-        threshold=None if found is None else found.threshold,
-        answered=0.0 if found is None else found.answered,
+        target_precision=proof.target,
+        threshold=proof.thresholds[0],
+        answered=proof.answered,
         set_levels=tuple(set_levels(set_scores(probabilities, targets), COVERAGES, groups)),
         multilabel=True,
         groups=None if groups is None else count_groups(groups),
     )
     error = calibration_error(probabilities.flatten(), targets.double().flatten())
-    return FittedCalibration(calibration, fitted, error)
+    return FittedCalibration(calibration, fitted, error, lower)
 
 
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
@@ -218,7 +265,15 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
                 "--target-precision"
             )
     if calibration.rejects:
-        lines.append(f"--reject answers {calibration.answered:.1%} of these images")
+        lower = [
+            f"{answered:.1%} with {share:g}"
+            for share, answered in fitted.lower.items()
+            if answered > calibration.answered
+        ]
+        more = f"; vit calibrate --target-precision gives more: {', '.join(lower)}" if lower else ""
+        lines.append(f"--reject answers {calibration.answered:.1%} of these images{more}")
+    elif calibration.farthest is not None:
+        lines.append(f"--reject answers all images but those {UNLIKE}")
     if calibration.class_set_levels:
         lines.append("--sets covers each class on its own")
     elif fitted.fewest is not None:

@@ -32,7 +32,6 @@ from vit.evaluation.fit_calibration import (
 )
 from vit.evaluation.intervals import number_groups
 from vit.evaluation.multilabel_metrics import calibration_scores
-from vit.evaluation.selective_prediction import TARGET_PRECISION
 from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.exported.engine import SHARES
 from vit.inference.evaluation_data import evaluated_spec, load_samples
@@ -58,7 +57,7 @@ def calibrate(
     data: str | DatasetSpec,
     *,
     split: str = "val",
-    target_precision: float = TARGET_PRECISION,
+    target_precision: float | None = None,
     target_class: str | Sequence[str] = (),
     notify: Notify = ignore,
     progress: Progress = ignore,
@@ -72,7 +71,8 @@ def calibrate(
     Args:
         run: The run folder, which is changed.
         data, split: As for `vit.evaluate`; images that were not trained on.
-        target_precision: Share of the answers of `--reject` that has to be right.
+        target_precision: Share of the answers of `--reject` that has to be right; None: the highest
+            of 0.99, 0.98, 0.95, 0.9, 0.85 and 0.8 that the images prove.
         target_class: Classes whose answers have to be so often right each on its own.
         notify: Called with notes and the result.
         progress: Called with the images done and their total after each batch.
@@ -84,11 +84,11 @@ def calibrate(
         `before` and `after`; and `failed`, unreadable images with the reason.
 
     Raises:
-        VitError: The run or the data cannot be used, the run cannot be written, or there are
-            fewer than 50 labelled images.
+        VitError: The run or the data cannot be used, the run cannot be written, there are fewer
+            than 50 labelled images, or they do not prove `target_precision`.
     """
     source, inference = split_settings(settings, "a calibration", SourceConfig, InferenceConfig)
-    if not 0 < target_precision < 1:
+    if target_precision is not None and not 0 < target_precision < 1:
         raise ConfigError(f"target_precision={target_precision:g}: a share above 0 and below 1")
     if not Path(run).is_dir():
         raise RunError(f"{run} is no run folder: calibrations are stored in one")
@@ -160,6 +160,9 @@ def calibrate(
     )
     if fitted is None:
         raise ConfigError(f"{run}: a network of one class has nothing to calibrate")
+    if target_precision is not None and not fitted.calibration.rejects:
+        why = describe_calibration(fitted)[1].removeprefix("note: ")
+        raise DataError(f"{run} keeps its calibration: {why}")
     changes: dict[str, Any] = {
         CALIBRATION: fitted.calibration.to_dict(),
         CALIBRATION_ERROR: fitted.error,

@@ -728,7 +728,8 @@ class PredictionJob:
         if totals["unended"]:
             self.notify(unended_note(totals["unended"], totals["captions"]))
         if self.config.reject:
-            self.notify(f"{totals['unknown']:,} of {plural(total, 'image')} are unknown")
+            unknown = f"{totals['unknown']:,} of {plural(total, 'image')} are unknown"
+            self.notify(f"{unknown}; {self.predictor.calibration.promise}")
         if self.config.sort_into is not None:
             into_unsure = f", {totals['unsure']:,} of them into {UNSURE}" * bool(totals["unsure"])
             self.notify(

@@ -146,7 +146,7 @@ def describe_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> lis
         if json.dumps(old) == json.dumps(new):
             continue
         shown = name.replace("_", " ")
-        is_digest = any(isinstance(value, str) and len(value) == 64 for value in (old, new))
+        is_digest = any(re.fullmatch("[0-9a-f]{64}", str(value)) for value in (old, new))
         change = f"{old}, now {new}"
         lines.append(f"another {shown}" if is_digest else f"{shown} ({change})")
     return lines
