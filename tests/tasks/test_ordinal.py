@@ -80,7 +80,8 @@ def test_the_order_is_held_in_the_run_and_its_report(run, graded, tmp_path):
     assert (stored["task"], tuple(stored["classes"])) == ("ordinal", GRADES)
     report = (run / "report.html").read_text()
     assert "Grades are in their order" in report
-    assert "weighted kappa" in report
+    assert "Weighted kappa over 4 epochs" in report
+    assert "Top-1 over" not in report
     heads = [report.index(f'<th title="{name}"><span class="up">') for name in GRADES]
     assert heads == sorted(heads)
 

@@ -430,8 +430,16 @@ def test_the_interval_is_that_of_nadeau_and_bengio():
     low, high = interval([0.3, 0.4, 0.5, 0.6, 0.7])
     assert high - 0.5 == pytest.approx(2.7764451 * math.sqrt(0.025) * math.sqrt(0.45), rel=1e-6)
     assert low + high == pytest.approx(1.0)
-    assert interval([0.9, 1.0], share=True) == [0.0, 1.0]
+    assert interval([0.9, 1.0], limits=(0.0, 1.0)) == [0.0, 1.0]
     assert interval([0.9]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"), [("kappa", [-1.0, 1.0]), ("spearman", [-1.0, 1.0]), ("top1", [0.0, 1.0])]
+)
+def test_no_interval_is_beyond_the_values_of_its_score(name, limits):
+    rows = [{"count": 18, name: value} for value in (0.1, 0.9)]
+    assert cross_validation.summary(rows)["interval"][name] == limits
 
 
 def summarized(*shares, **numbers):

@@ -41,18 +41,20 @@ def write_classification_report(
     slices: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write report.html of a single-label run; `outcomes` has raw scores of at least one image."""
-    score = {"score_key": "val_top1", "score_name": "Top-1"}
     shown, axes = () if facts.fast else paths, facts.config.data.axes
+    ordered = bool(facts.config.data.order)
+    key, name = ("val_kappa", "Weighted kappa") if ordered else ("val_top1", "Top-1")
     write_run_report(
         facts,
         "classification_report.html.j2",
-        charts=learning_charts(facts, **score),
+        charts=learning_charts(facts, key, name, unit="" if ordered else "%"),
         mistakes=find_mistakes(calibrated.outcomes if calibrated else outcomes, paths, facts),
         images=len(outcomes),
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
         slices=slices,
-        **score,
+        score_key=key,
+        score_name=name,
         **class_findings(
             outcomes,
             facts.classes,
@@ -60,7 +62,7 @@ def write_classification_report(
             paths=shown,
             groups=groups,
             axes=axes,
-            ordered=bool(facts.config.data.order),
+            ordered=ordered,
         ),
     )
 

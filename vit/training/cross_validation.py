@@ -235,7 +235,8 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     for name in names:
         metric = metric_of(name)
         trials = (groups or images) if metric.of_images else 0
-        spread[name] = interval([row[name] for row in rows], share=metric.share, trials=trials)
+        limits = (0.0, 1.0) if metric.share else metric.limits
+        spread[name] = interval([row[name] for row in rows], limits=limits, trials=trials)
     return {
         "mean": {name: statistics.fmean(row[name] for row in rows) for name in names},
         "interval": spread,
@@ -245,9 +246,9 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def interval(
-    values: Sequence[float], *, share: bool = False, trials: int = 0
+    values: Sequence[float], *, limits: tuple[float, float] = (-math.inf, math.inf), trials: int = 0
 ) -> list[float] | None:
-    """Interval of the mean over folds, clipped to [0, 1] for a `share`; at least Wilson's of
+    """Interval of the mean over folds, clipped to `limits`; at least Wilson's of
     `trials`, if given. None with one fold, and of equal values without `trials`."""
     count = len(values)
     if count < 2:
@@ -259,7 +260,7 @@ def interval(
         return None
     ends = wilson_interval(middle * trials, trials) if trials else (middle, middle)
     low, high = min(middle - width, ends[0]), max(middle + width, ends[1])
-    return [max(low, 0.0), min(high, 1.0)] if share else [low, high]
+    return [max(low, limits[0]), min(high, limits[1])]
 
 
 def t_quantile(share: float, freedom: int) -> float:
