@@ -124,8 +124,9 @@ class Classification(Task):
             return
         if (few := len(found.logits)) < MIN_IMAGES:
             run.notify(
-                f"note: scores are not calibrated, and may be far too high: a calibration needs "
-                f"{MIN_IMAGES} validation images, and there {'is' if few == 1 else 'are'} {few}"
+                f"note: scores are not calibrated, and may be far from the share that is right: a "
+                f"calibration needs {MIN_IMAGES} validation images, and there "
+                f"{'is' if few == 1 else 'are'} {few}"
             )
         fitted = fit_calibration(
             found.logits,
