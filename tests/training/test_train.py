@@ -549,6 +549,7 @@ NAMED = ["--model", "vit_tiny_patch16_224"]  # so that nothing is measured for a
     [
         (["nowhere"], "no such folder"),
         ([], "DATA is missing"),
+        (["--target", "grade", "--order", "DATA"], "write DATA first"),
         (["DATA", "--epohcs", "3"], "did you mean --epochs?"),
         (["DATA", "--epochs", "many"], "epochs='many' is not a whole number"),
         (["DATA", *NAMED, "--img-size", "225"], "not a multiple of patch_size=16"),

@@ -11,10 +11,12 @@ from vit.commands.command_output import notify
 from vit.commands.command_parser import SETTING, CommandParser, add_setting, settings_from_args
 from vit.config import SECTIONS, Config
 from vit.config.collect_settings import call_settings, collect_settings
+from vit.config.data_config import BY_NUMBER
 from vit.config.setting_layers import Settings, all_settings, checked, default_run_folder
 from vit.errors import ConfigError
 from vit.output.output_file import check_output, resolve_link
 from vit.quick_imports import quick_imports
+from vit.text import quoted
 
 TITLES = {
     "training": "training",
@@ -131,6 +133,12 @@ def require_data(values: Mapping[str, Any], args: argparse.Namespace, kind: str)
     """Raise ConfigError if `values` name no data; `kind` is what --resume continues."""
     if values.get("data"):
         return
+    order = values.get("order") or ()
+    if len(order) == 1 and order != (BY_NUMBER,):  # no scale has one grade
+        raise ConfigError(
+            f"--order took {order[0]} for a grade, and DATA is missing: write DATA first, "
+            f"vit train {quoted(order[0])} --order"
+        )
     raise ConfigError(
         f"{args.out}: no {kind} to resume there; give the --out of one, or DATA"
         if args.resume and args.out
