@@ -200,6 +200,14 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
     assert ranking_metric(balanced[0]) == "val_balanced_accuracy"
 
 
+def test_errors_of_different_targets_are_not_ranked_together(add_run, tmp_path):
+    scores = {"age 3": 3.0, "width 2": 2.0, "age 1": 1.0}
+    for name, mae in scores.items():
+        event = {**epoch(1), "chosen_by": "val_mae", "val_mae": mae}
+        add_run(name, [event], task="regression", target=name.split()[0])
+    assert [run.name for run in runs(tmp_path / "runs").runs] == ["age 1", "age 3", "width 2"]
+
+
 def test_only_shares_of_images_have_an_interval_and_a_soup_that_is_better_counts(add_run, found):
     more = {"chosen_by": "val_balanced_accuracy"}
     add_run("balanced", [epoch(1, **more), epoch(2, 0.625, **more)])

@@ -57,10 +57,12 @@ COMMON_FOLDERS = {"train", "training", "images", "data"}
 MAX_HEADER_BYTES = 100_000_000
 
 
-def rank_of(run: "RunRecord") -> tuple[str, float]:
-    """Sort key of scores: those of one metric stand together, the best one first."""
+def rank_of(run: "RunRecord") -> tuple[str, str, float]:
+    """Sort key of scores: those of one metric, and one unit, stand together, the best one first."""
     metric, score = run.metric or "", run.score or 0.0
-    return metric_of(metric).title, score if metric in LOWER_IS_BETTER else -score
+    known = metric_of(metric)
+    target = as_typed(run.setting("target")) if known.in_units else ""
+    return known.title, target, score if metric in LOWER_IS_BETTER else -score
 
 
 @dataclass(frozen=True, kw_only=True)
