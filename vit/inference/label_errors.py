@@ -34,6 +34,7 @@ from vit.data.checks.duplicates import near_duplicate_problem, verify_near_dupli
 from vit.data.sources.dataset_problem import Problem
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.label_review import review_names
+from vit.data.sources.open_dataset import with_target_kind
 from vit.errors import ConfigError, DataError
 from vit.evaluation.confident_learning import (
     MIN_AGREEMENT,
@@ -110,7 +111,7 @@ def check(
     if rows is not None and weights is not None:
         raise ConfigError(f"rows={rows}: weights find label errors too; give one of both")
     found = None if rows is None else read_labeled_rows(rows)
-    spec = as_dataset_spec(data, task=task, source=source)
+    spec = with_target_kind(as_dataset_spec(data, task=task, source=source))
     report = check_dataset(
         spec, workers=workers, cache=cache, axes=axes, progress=progress, notify=notify
     )

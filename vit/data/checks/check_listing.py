@@ -11,7 +11,7 @@ from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, validation_split
 from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
 from vit.text import join_names, printable
 
-LABELS = ("two_labels", "near_two_labels", "suspected_label")
+LABELS = ("two_labels", "near_two_labels", "suspected_label", "far_number", "two_numbers")
 """Kinds of problems that may be fixed in an image list."""
 NOT_CLASSES = ("no_classes", "no_pictures", "one_class")
 """Kinds of problems of a folder that was not meant for classification."""
@@ -28,6 +28,8 @@ class ListedImage:
     labels: tuple[str, ...]
     group: str = ""
     """Its group, if the source has groups and they were requested."""
+    numbers: tuple[float, ...] = ()
+    """As `ImageRecord.numbers`."""
 
 
 @dataclass
@@ -42,6 +44,9 @@ class DatasetListing:
     spec: DatasetSpec | None = None
     grouped: bool = False
     columns: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    """Columns that are read as numbers."""
+    units: tuple[str, ...] = ()
 
     def report(self, kind: str, detail: str, *images: str) -> None:
         """Add a problem."""
@@ -91,6 +96,7 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     opened = read_source(spec)
     listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
     listing.grouped, listing.columns = opened.has_groups, opened.columns
+    listing.targets, listing.units = spec.numbers, opened.units
     for note in opened.notes:
         listing.report("source", note)
     for problem in found:
@@ -100,7 +106,8 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
         targets = align_classes({x for one in records for x in one.labels}, listing.classes)
         for one in records:
             labels = tuple(targets.get(label, label) for label in one.labels)
-            listing.images.append(ListedImage(one.path, name or ALL, labels, one.group))
+            image = ListedImage(one.path, name or ALL, labels, one.group, one.numbers)
+            listing.images.append(image)
     if listing.train_split not in listing.splits:
         if not {"no_train", "unclear_layout"} & {one.kind for one in found}:
             there = join_names(listing.splits) or "nothing"
@@ -119,7 +126,8 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
             match_classes(listing, split)
     val = listing.val_split
     if val is None:
-        listing.report("no_val", "no validation images: training holds out a share of each class")
+        share = "a share" if spec.numbers else "a share of each class"
+        listing.report("no_val", f"no validation images: training holds out {share}")
     elif not any(one.split == val for one in listing.images):
         listing.report("no_val_pictures", f"{val} has no images", str(listing.root / val))
     return listing

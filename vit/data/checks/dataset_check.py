@@ -20,6 +20,7 @@ from vit.data.checks.image_stats import (
     StatsOrReason,
     compute_all_stats,
 )
+from vit.data.checks.number_outliers import number_problems, summarize_targets
 from vit.data.image_archives import relative
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
@@ -97,7 +98,9 @@ class CheckReport:
         captions = listing.spec is not None and listing.spec.captions
         classes = plural(len(listing.classes), "class", "classes")
         what = "with captions" if captions and not listing.classes else f"in {classes}"
-        lines = [f"{head} {what}", *map(channel_line, summarize_channels([*self.stats.values()]))]
+        what = "with numbers" if listing.targets else what
+        lines = [f"{head} {what}", *map(target_line, summarize_targets(listing))]
+        lines += [*map(channel_line, summarize_channels([*self.stats.values()]))]
         if self.neighbour_agreement is not None:
             lines.append(
                 f"the nearest images by features have the same label for "
@@ -143,6 +146,7 @@ class CheckReport:
             },
             "class_counts": {split: listing.counts(split) for split in listing.splits},
             "statistics": summarize_stats([*self.stats.values()]),
+            **({"targets": targets} if (targets := summarize_targets(listing)) else {}),
             "problems": [problem.to_dict() for problem in self.problems],
             **(
                 {}
@@ -189,7 +193,7 @@ def check_dataset(
         workers=workers,
         progress=lambda done, total: progress("compared", done, total),
     )
-    problems += unusual_images(stats)
+    problems += [*unusual_images(stats), *number_problems(listing, stats)]
     return CheckReport(listing, stats, sort_by_severity(listing.with_lines(problems)))
 
 
@@ -403,6 +407,15 @@ def channel_line(row: Mapping[str, Any]) -> str:
     """A row of `summarize_channels` for a terminal."""
     values = f"{row['low']:g} to {row['high']:g}, mean {row['mean']:g}"
     return f"channel {printable(row['name'])}: {values}{', constant' if row['constant'] else ''}"
+
+
+def target_line(row: Mapping[str, Any]) -> str:
+    """A row of `summarize_targets` for a terminal."""
+    line = f"{printable(row['name'])}: {plural(row['count'], 'number')}"
+    if not row["count"]:
+        return line
+    unit = f" {printable(row['unit'])}" if row["unit"] else ""
+    return f"{line} from {row['min']:g} to {row['max']:g}{unit}, median {row['median']:g}"
 
 
 def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:

@@ -42,6 +42,7 @@ KINDS: dict[str, Severity] = {
     "bad_shard": "error",
     "bad_label": "error",
     "group_leak": "error",
+    "one_number": "error",
     # training continues, and its result may be wrong
     "missing_class": "warning",
     "class_names": "warning",
@@ -67,10 +68,13 @@ KINDS: dict[str, Severity] = {
     "lone_label": "warning",
     "merged_labels": "warning",
     "group_in_test": "warning",
+    "far_number": "warning",
+    "two_numbers": "warning",
     # worth knowing
     "no_val": "note",
     "source": "note",
     "repeated_line": "note",
+    "no_number": "note",
     "ignored_file": "note",
     "hidden": "note",
     "output": "note",

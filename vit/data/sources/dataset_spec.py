@@ -178,6 +178,8 @@ def as_dataset_spec(
         training = TrainingConfig(task=task)
         chosen |= {"captions": training.captions, "labels": training.classifies}
         chosen["multilabel"] = training.multilabel
+        if training.classifies and "target" in chosen:
+            chosen.setdefault("label_column", ",".join(chosen["target"]))
     return DatasetSpec(path, **chosen, **(settings or {}))
 
 

@@ -361,6 +361,15 @@ def _unlike_validation(
     return others
 
 
+def with_target_kind(spec: DatasetSpec) -> DatasetSpec:
+    """`spec` that reads the columns `target` as numbers or as classes, unless it says which."""
+    if not spec.target or spec.captions or spec.target in (spec.numbers, (spec.label_column,)):
+        return spec
+    if kind_of_target(spec) == "numbers":
+        return dataclasses.replace(spec, labels=False)
+    return dataclasses.replace(spec, label_column=",".join(spec.target))
+
+
 def open_eval_split(
     data: str | DatasetSpec,
     *,
