@@ -133,7 +133,7 @@ def require_data(values: Mapping[str, Any], args: argparse.Namespace, kind: str)
     """Raise ConfigError if `values` name no data; `kind` is what --resume continues."""
     if values.get("data"):
         return
-    order = values.get("order") or ()
+    order: tuple[str, ...] = values.get("order") or ()
     if len(order) == 1 and order != (BY_NUMBER,):  # no scale has one grade
         raise ConfigError(
             f"--order took {order[0]} for a grade, and DATA is missing: write DATA first, "

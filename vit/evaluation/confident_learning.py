@@ -16,16 +16,17 @@ arXiv:1911.00068.
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from vit.errors import DataError
 
+Row = TypeVar("Row")
 MIN_AGREEMENT = 0.4
 """Agreement of labels and answers beyond chance, 0 to 1, below which suspicions mean little."""
 
@@ -121,6 +122,17 @@ def weak_predictions(rows: Sequence[LabeledRow]) -> str | None:
 
 def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
     """Read rows of `vit evaluate --out FILE.jsonl`; those of unreadable images are left out."""
+
+    def labeled(record: Any) -> LabeledRow:
+        pairs = [(str(one["label"]), float(one["score"])) for one in record["predictions"]]
+        score = float(record["label_score"])
+        return LabeledRow(record["image"], str(record["label"]), score, tuple(pairs))
+
+    return read_rows(path, labeled, "one class an image")
+
+
+def read_rows(path: str | Path, parse: Callable[[Any], Row], kind: str) -> list[Row]:
+    """The same as `parse` returns them of each JSON object; `kind` is what they must have."""
     rows, number = [], 0
     try:
         with open(path, encoding="utf-8") as file:
@@ -129,15 +141,13 @@ def read_labeled_rows(path: str | Path) -> list[LabeledRow]:
                 record = json.loads(line)
                 if "error" in record:
                     continue
-                pairs = [(str(one["label"]), float(one["score"])) for one in record["predictions"]]
-                score = float(record["label_score"])
-                rows.append(LabeledRow(record["image"], str(record["label"]), score, tuple(pairs)))
+                rows.append(parse(record))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(
             f"{path}, line {number}: not a row of `vit evaluate --out FILE.jsonl` with "
-            "one class an image; give the rows.jsonl of `vit train --folds`, or such a file"
+            f"{kind}; give the rows.jsonl of `vit train --folds`, or such a file"
         ) from None
     if not rows:
         raise DataError(f"{path} has no rows of readable images; give another file")

@@ -3,8 +3,8 @@
 Imports no torch. A metric of another task needs no entry in METRICS: its name is its title.
 """
 
-import math
 from collections.abc import Mapping
+from math import inf
 from typing import Any, NamedTuple
 
 from vit.text import percent
@@ -23,7 +23,7 @@ class Metric(NamedTuple):
     """Follows the value; {} is the calibration error by chance."""
     in_units: bool = False
     """Whether it is in the unit of a target."""
-    limits: tuple[float, float] = (-math.inf, math.inf)
+    limits: tuple[float, float] = (-inf, inf)
     """Smallest and largest value of a number that is no share."""
 
     def text(self, value: float | None, digits: str = "") -> str:
@@ -39,12 +39,7 @@ METRICS = {
     "map": Metric("mAP"),
     "mae": Metric("MAE", share=False, note="mean absolute error", in_units=True),
     "rmse": Metric("RMSE", share=False, note="root of the mean squared error", in_units=True),
-    "r2": Metric(
-        "R²",
-        share=False,
-        note="share of the variance that is explained",
-        limits=(-math.inf, 1.0),
-    ),
+    "r2": Metric("R²", False, note="share of the variance that is explained", limits=(-inf, 1.0)),
     "spearman": Metric("Spearman", share=False, note="correlation of ranks", limits=(-1.0, 1.0)),
     "coverage": Metric("coverage", note="share of the values in their 90 % interval"),
     "kappa": Metric("weighted kappa", share=False, limits=(-1.0, 1.0)),

@@ -10,6 +10,7 @@ arXiv:1805.01978, section 3.4.
 
 import dataclasses
 import os
+import statistics
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +43,13 @@ from vit.evaluation.confident_learning import (
     find_disagreement,
     find_suspect_rows,
     read_labeled_rows,
+    read_rows,
     weak_predictions,
 )
 from vit.evaluation.feature_quality import NEIGHBOURS, TEMPERATURE
 from vit.inference.predictor import PathLike, Predictor
 from vit.output.prediction_results import write_review_list
-from vit.text import Notify, ignore, plural, printable
+from vit.text import Notify, ignore, join_names, plural, printable
 
 SAME = 0.999
 """Cosine from which on a neighbour is a copy, and not counted."""
@@ -55,6 +57,8 @@ COPY = 0.9
 """Cosine from which on two images may be near duplicates."""
 CENTROID_WEIGHT = 10.0
 """Weight of the cosine to the mean of a class beside a probability, in the order of suspects."""
+ERRORS = 8.0
+"""Times the median error of a target from which on a number is suspected."""
 BLOCK = 2**24
 """Similarities computed at a time."""
 
@@ -110,11 +114,13 @@ def check(
     (source,) = split_settings(settings, "a check", SourceConfig)
     if rows is not None and weights is not None:
         raise ConfigError(f"rows={rows}: weights find label errors too; give one of both")
-    found = None if rows is None else read_labeled_rows(rows)
     spec = with_target_kind(as_dataset_spec(data, task=task, source=source))
+    found = None if rows is None or spec.numbers else read_labeled_rows(rows)
     report = check_dataset(
         spec, workers=workers, cache=cache, axes=axes, progress=progress, notify=notify
     )
+    if rows is not None and spec.numbers:
+        return add_number_errors(report, rows)
     if found is not None:
         return add_row_errors(report, found, where=str(rows), notify=notify)
     if weights is None:
@@ -242,6 +248,42 @@ def add_row_errors(
     return dataclasses.replace(report, problems=sort_by_severity(problems))
 
 
+def add_number_errors(report: CheckReport, path: str | Path) -> CheckReport:
+    """Add the numbers whose error in out-of-sample rows is 8 times the median one or more to
+    `report`, the largest first; errors count by the width of their interval, if they have one."""
+
+    def numbers(row: Any) -> tuple[str, dict[str, tuple[float, float, float]]]:
+        ends = [(name, row.get(f"{name}_low", 0.0), row.get(f"{name}_high", 1.0)) for name in names]
+        found = {
+            name: (float(number), float(row[name]), float(high - low))
+            for name, low, high in ends
+            if (number := row[f"true_{name}"]) is not None
+        }
+        return os.path.realpath(row["image"]), found
+
+    names, suspected = report.listing.targets, list[tuple[float, Problem]]()
+    rows = read_rows(path, numbers, f"the numbers {join_names(names)}")
+    listed = {os.path.realpath(one.path): one for one in report.listing.images}
+    known = [(listed[image], found) for image, found in rows if image in listed]
+    if not known:
+        raise DataError(f"{path}: none of its {plural(len(rows), 'image')} is in the data")
+    for place, name in enumerate(names):
+        cells = [(image, *found[name]) for image, found in known if name in found]
+        errors = [abs(number - found) / width for _, number, found, width in cells]
+        usual = statistics.median(errors) if errors else 0.0
+        for error, (image, number, found, _) in zip(errors, cells, strict=True):
+            # a number that was corrected since is no problem
+            if error >= ERRORS * usual > 0 and image.numbers[place] == number:
+                labels, times = (f"{number:g}", f"{found:.4g}"), error / usual
+                text = f"{printable(name)} is {labels[0]}, and {labels[1]} is predicted"
+                text += f", {times:.0f} times the usual error away"
+                problem = Problem("suspected_number", text, (image.path,), labels=labels)
+                suspected.append((times, problem))
+    suspected.sort(key=lambda pair: -pair[0])
+    located = report.listing.with_lines([problem for _, problem in suspected])
+    return dataclasses.replace(report, problems=sort_by_severity([*report.problems, *located]))
+
+
 def write_suspects(report: CheckReport, path: str) -> int:
     """Write the suspected labels as a list that can be edited and given to `vit train`; returns
     their number.
@@ -249,7 +291,8 @@ def write_suspects(report: CheckReport, path: str) -> int:
     Columns: image, relative to the data; its label, which a reviewer corrects; the likely class.
     """
     columns = ("image", "label", "likely")
-    suspected = [one for one in report.problems if one.kind == "suspected_label"]
+    kinds = ("suspected_label", "suspected_number")
+    suspected = [one for one in report.problems if one.kind in kinds]
     paths = {one.path for one in report.listing.images} | {one.images[0] for one in suspected}
     names = review_names(paths, report.listing.root)
     rows = [(names[problem.images[0]], *problem.labels) for problem in suspected]

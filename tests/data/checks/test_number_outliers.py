@@ -1,6 +1,7 @@
 """Numbers that `vit check` reports: far from the others, missing, constant, or two of one file."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +72,35 @@ def test_an_empty_cell_beside_another_target_is_a_note(checked):
     _, lines, found = checked([f"{n},{n % 5 or ''}" for n in range(10)], "--target", "age,size")
     assert lines[2] == "size: 8 numbers from 1 to 4, median 2.5"
     assert by_kind(found)["no_number"] == "2 images of 10 have an empty cell in size"
+
+
+def test_predictions_suspect_numbers_far_from_them(checked, tmp_path):
+    random, rows = np.random.default_rng(0), tmp_path / "rows.jsonl"
+    numbers = [float(n) for n in range(40)]
+    found = [n + random.normal() for n in numbers]
+    numbers[3], numbers[5] = 30.0, 90.0
+    written = [
+        {"image": str(tmp_path / f"{n}.png"), "age": found[n], "true_age": numbers[n]}
+        | ({"age_low": found[n] - 2, "age_high": found[n] + 2} if n != 3 else {})
+        for n in range(40)
+    ]
+    written += [{"image": "unreadable.png", "error": "cut short"}]
+    rows.write_text("\n".join(map(json.dumps, written)) + "\n")
+    suspects = tmp_path / "suspects.csv"
+    words = ["--rows", str(rows), "--write-list", str(suspects), "--overwrite"]
+    _, _, checks = checked(numbers, *words)
+    kinds = [one for one in checks["problems"] if one["kind"] == "suspected_number"]
+    assert [Path(one["image"]).name for one in kinds] == [
+        "3.png",
+        "5.png",
+    ]  # the first: no interval
+    assert [one["labels"][0] for one in kinds] == ["30", "90"]
+    assert "line 7" in kinds[1]["detail"]
+    assert suspects.read_text().splitlines()[2].startswith("5.png,90,")
+    _, _, checks = checked([*numbers[:5], 5.0, *numbers[6:]], *words)  # corrected since
+    assert sum(one["kind"] == "suspected_number" for one in checks["problems"]) == 1
+    rows.write_text('{"image": "0.png", "predictions": []}\n')
+    assert main(["check", str(tmp_path / "list.csv"), "--target", "age", "--rows", str(rows)]) == 2
 
 
 def test_texts_and_a_task_make_classes(checked):

@@ -11,7 +11,10 @@ from vit.data.sources.dataset_spec import UNSEEN, DatasetSpec, validation_split
 from vit.data.sources.open_dataset import align_classes, locate_in_lists, read_source
 from vit.text import join_names, printable
 
-LABELS = ("two_labels", "near_two_labels", "suspected_label", "far_number", "two_numbers")
+LABELS = (
+    *("two_labels", "near_two_labels", "suspected_label"),
+    *("two_numbers", "far_number", "suspected_number"),
+)
 """Kinds of problems that may be fixed in an image list."""
 NOT_CLASSES = ("no_classes", "no_pictures", "one_class")
 """Kinds of problems of a folder that was not meant for classification."""

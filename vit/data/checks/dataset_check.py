@@ -411,11 +411,9 @@ def channel_line(row: Mapping[str, Any]) -> str:
 
 def target_line(row: Mapping[str, Any]) -> str:
     """A row of `summarize_targets` for a terminal."""
-    line = f"{printable(row['name'])}: {plural(row['count'], 'number')}"
-    if not row["count"]:
-        return line
-    unit = f" {printable(row['unit'])}" if row["unit"] else ""
-    return f"{line} from {row['min']:g} to {row['max']:g}{unit}, median {row['median']:g}"
+    ends = f" from {row['min']:g} to {row['max']:g} {row['unit']}".rstrip() if row["count"] else ""
+    middle = f", median {row['median']:g}" if row["count"] else ""
+    return printable(f"{row['name']}: {plural(row['count'], 'number')}{ends}{middle}")
 
 
 def find_group_leakage(listing: DatasetListing, group: str | None) -> list[Problem]:

@@ -64,6 +64,7 @@ KINDS: dict[str, Severity] = {
     "beside_train": "warning",
     "layout": "warning",
     "suspected_label": "warning",
+    "suspected_number": "warning",
     "weak_features": "warning",
     "lone_label": "warning",
     "merged_labels": "warning",
