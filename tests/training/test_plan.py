@@ -578,6 +578,20 @@ def test_labels_that_do_not_fit_the_task_are_refused_before_anything_is_timed(ph
         plan_training({"data": str(photos / "list.csv"), "task": "classify", "precision": "fp32"})
 
 
+@pytest.mark.usefixtures("known_speed")
+@pytest.mark.parametrize("given", [{}, {"task": "regression"}])
+def test_nothing_that_alters_numbers_is_planned_for_them(photos, given):
+    paths = sorted(photos.glob("*/*.png"))
+    rows = [f"{path.relative_to(photos)},{place}" for place, path in enumerate(paths)]
+    (photos / "list.csv").write_text("\n".join(["image,age", *rows]) + "\n")
+    chosen = {"data": str(photos / "list.csv"), "target": ("age",), "epochs": 100, **given}
+    flat = flatten(plan_training({**chosen, "precision": "fp32"})[0])
+    kept = get_task("regression").planned_settings
+    assert {name: flat[name] for name in kept} == {**kept}
+    config, _ = plan_training({**chosen, "random_crop": "resized", "precision": "fp32"})
+    assert config.augment.random_crop == "resized"  # what is chosen wins
+
+
 @pytest.fixture
 def timed_networks(monkeypatch):
     """The networks that a plan times, which all have the same speed."""

@@ -171,7 +171,8 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
     chosen = with_target_task(chosen)
     task = get_task(str(chosen.get("task", TrainingConfig.task)))
     by_tiles = TILE_SETTINGS if chosen.get("tiles") else {}
-    chosen = Settings(**{"task": {**task.planned_settings, **by_tiles}, **chosen.layers})
+    usual = {**task.planned_settings, **by_tiles, **chosen.layers.get("task", {})}
+    chosen = Settings(**({"task": {}} | chosen.layers | {"task": usual}))  # the lowest layer
     settled = known_origins(chosen, chosen.origins)
     values = {n: chosen[n] for n, origin in settled.items() if origin not in ("data", "weights")}
     pretrained = chooses_weights(values)
