@@ -12,7 +12,8 @@ blur        deviation of the Gaussian that a photograph was blurred with, from 0
 Each set has train.csv and test.csv (image, the number, and its bin: a tenth of the training
 images). A run of `--target NUMBER` and one of `--target bin` get the same time; a bin answers with
 the mean of its training images, the most probable one alone or all by their probability. Intervals
-are measured on the test images in 200 draws: each half calibrates, and the other half is counted.
+are measured on the test images in 200 draws: each half calibrates, and the other half is counted,
+by the answers of the run and by those of its ONNX file.
 """
 
 import argparse
@@ -155,8 +156,8 @@ def measure(folder: Path, sets: list[str], seed: int) -> None:
         mixed = np.array([sum(means[b] * p for b, p in one.predictions) for one in found])
         rows: dict[str, Any] = {"set": name}
         rows |= {"bin": mae(best, wanted), "bins by probability": mae(mixed, wanted)}
-        predictor = vit.Predictor(folder / name / f"run-{name}-{seed}", device="cpu")
-        answers = [one.answers for one in predictor(images)]
+        run = folder / name / f"run-{name}-{seed}"
+        answers = [one.answers for one in vit.Predictor(run, device="cpu")(images)]
         values = np.array([one[name] for one in answers])
         rows["regression"] = mae(values, wanted)
         rows["share of bin"] = rows["regression"] / rows["bin"]
@@ -164,7 +165,13 @@ def measure(folder: Path, sets: list[str], seed: int) -> None:
         rows["the run's own interval holds"] = float(
             ((ends[:, 0] <= wanted) & (wanted <= ends[:, 1])).mean()
         )
-        rows["200 draws"] = coverage(torch.from_numpy(np.abs(values - wanted)), seed)
+        vit.export_onnx(run, run / "exported.onnx")
+        exported = vit.Predictor(run / "exported.onnx")(images)
+        others = np.array([one.answers[name] for one in exported])
+        rows["largest difference of ONNX"] = float(np.abs(others - values).max())
+        for engine, found_values in {"torch": values, "ONNX": others}.items():
+            held = coverage(torch.from_numpy(np.abs(found_values - wanted)), seed)
+            rows[f"{DRAWS} draws, {engine}"] = held
         print(json.dumps(rows), flush=True)
 
 
