@@ -57,7 +57,7 @@ COPY = 0.9
 """Cosine from which on two images may be near duplicates."""
 CENTROID_WEIGHT = 10.0
 """Weight of the cosine to the mean of a class beside a probability, in the order of suspects."""
-ERRORS = 8.0
+ERRORS = 6.0
 """Times the median error of a target from which on a number is suspected."""
 BLOCK = 2**24
 """Similarities computed at a time."""
@@ -249,7 +249,7 @@ def add_row_errors(
 
 
 def add_number_errors(report: CheckReport, path: str | Path) -> CheckReport:
-    """Add the numbers whose error in out-of-sample rows is 8 times the median one or more to
+    """Add the numbers whose error in out-of-sample rows is 6 times the median one or more to
     `report`, the largest first; errors count by the width of their interval, if they have one."""
 
     def numbers(row: Any) -> tuple[str, dict[str, tuple[float, float, float]]]:
