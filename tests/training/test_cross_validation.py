@@ -65,7 +65,7 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     assert {key: record[key] for key in written} == written
     assert written["scores"]["2"] == {"count": 12, "top1": 0.2, "loss": 1.0}
     assert written["mean"] == pytest.approx({"top1": 0.2, "loss": 1.0})
-    assert written["interval"]["top1"] == interval([0.1, 0.2, 0.3], share=True)
+    assert written["interval"]["top1"] == interval([0.1, 0.2, 0.3], limits=(0.0, 1.0))
     # each is what `--fold` alone gives
     assert equal_models(train(config(fold=2), tmp_path / "alone").folder, runs[1])
 
