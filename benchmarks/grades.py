@@ -1,165 +1,166 @@
 """Are grades learned better with their order than as classes without one?
 
-    python benchmarks/grades.py PHOTOS --images 250 --steps 400 --noise 0.03
-    python benchmarks/grades.py PHOTOS --images 250 --steps 200 --rust
+    python benchmarks/grades.py FOLDER make PHOTOS     # a draw for each seed
+    python benchmarks/grades.py FOLDER train --epochs 12
+    python benchmarks/grades.py FOLDER measure
 
-The grade of a photograph of 48 pixels is the Gaussian that it was blurred with, 0, 0.5, 1, 1.5 or 2
-pixels, or the share of it that is covered with rust, 3 to 17 %; noise is on top. A small network of
-convolutions makes the same steps from the same seed with each loss:
+The grade of a photograph of 64 pixels is the Gaussian that it was blurred with, or the share of it
+that is covered with rust; noise is on top. Each draw has train.csv and test.csv (image, grade) of
+different photographs. Runs by the plan, of the same draw, seed and epochs; of blur, at one scale:
 
-flat        cross-entropy
-smooth      the same with label smoothing of 0.1
-corn        CORN, arXiv:2111.08851, section 3: a logit for P(grade > k | grade >= k)
-ordinal     soft labels of vit/tasks/ordinal.py
+order       vit train train.csv --target grade --order 0,1,2,3,4
+flat        vit train train.csv --target grade --task classify
+unsmoothed  the same with --smoothing 0, as the plan of an order has it
 
-and answers with the most probable grade, the median or the rounded mean of the distribution. Of 800
-other photographs: kappa, its differences to flat by seed, accuracy, and the log loss at the best
-temperature of the other half of the images.
+Of the test images: quadratic weighted kappa, its difference to each flat run with the 95 % interval
+of 2,000 resamplings of the images, and the same of the median and rounded mean of the calibrated
+distributions in place of the most probable grade.
 """
 
 import argparse
-import random
-from collections.abc import Callable
+import csv
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageFilter
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from vit.evaluation.classification_metrics import grade_moments, quadratic_weighted_kappa
-from vit.tasks.ordinal import Ordinal
-
-SIGMAS, TEST, SIDE, BATCH = (0.0, 0.5, 1.0, 1.5, 2.0), 800, 48, 32
-GRADES = len(SIGMAS)
+GRADES = ("0", "1", "2", "3", "4")
+KINDS = ("blur", "rust")
+SIDE, TEST, DRAWS = 64, 800, 2000
+SCALED: dict[str, dict[str, Any]] = {  # an image of another scale has another blur
+    "blur": {"random_crop": "simple", "start_image_size": SIDE},
+    "rust": {},
+}
+SIGMA, NOISE = 0.4, 0.03  # blur of a grade above the one below it, in pixels; noise of 1
 RUST = np.array([0.55, 0.27, 0.1])
+RUNS: dict[str, dict[str, Any]] = {
+    "order": {"order": GRADES},
+    "flat": {"task": "classify"},
+    "unsmoothed": {"task": "classify", "smoothing": 0.0},
+}
+Array = NDArray[Any]
 
 
-def draw(photo: Path, grade: int, noise: float, rust: bool, source: np.random.Generator) -> Tensor:
-    """A photograph with its grade drawn into it, (3, SIDE, SIDE)."""
+def draw(photo: Path, grade: int, kind: str, random: np.random.Generator) -> Image.Image:
+    """A photograph with its grade drawn into it."""
     image = Image.open(photo).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    if not rust and SIGMAS[grade]:
-        image = image.filter(ImageFilter.GaussianBlur(SIGMAS[grade]))
+    if kind == "blur" and grade:
+        image = image.filter(ImageFilter.GaussianBlur(SIGMA * grade))
     pixels = np.asarray(image, np.float64) / 255
-    if rust:
-        specks = Image.fromarray(source.integers(0, 256, (SIDE, SIDE), np.uint8))
+    if kind == "rust":
+        specks = Image.fromarray(random.integers(0, 256, (SIDE, SIDE), np.uint8))
         field = np.asarray(specks.filter(ImageFilter.GaussianBlur(1.5)), np.float64)
-        share = np.clip(0.03 + 0.035 * grade + source.normal(0, 0.012), 0, 1)
+        share = np.clip(0.03 + 0.035 * grade + random.normal(0, 0.012), 0, 1)
         covered = field >= np.quantile(field, 1 - share)
         pixels = np.where(covered[..., None], 0.35 * pixels + 0.65 * RUST, pixels)
-    pixels = pixels + source.normal(0, noise, pixels.shape)
-    return torch.tensor((pixels - 0.5) / 0.25, dtype=torch.float32).permute(2, 0, 1)
+    pixels = (pixels + random.normal(0, NOISE, pixels.shape)).clip(0, 1)
+    return Image.fromarray((pixels * 255).round().astype(np.uint8))
 
 
-def corn_loss(logits: Tensor, grades: Tensor) -> Tensor:
-    """Mean of -log P(grade), (batch, GRADES - 1)."""
-    beyond = grades.unsqueeze(1) - torch.arange(GRADES - 1)
-    wanted, weights = (beyond > 0).to(logits), (beyond >= 0).to(logits)
-    terms = F.binary_cross_entropy_with_logits(logits, wanted, weights, reduction="sum")
-    return terms / len(grades)
+def make(folder: Path, photos: Path, kind: str, seeds: list[int], images: int) -> None:
+    """A draw for each seed."""
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        sources = sorted(photos.rglob("*.jpg"))
+        random.shuffle(sources)
+        target = folder / f"{kind}-{seed}"
+        target.mkdir(parents=True, exist_ok=True)
+        parts = {"test": sources[:TEST], "train": sources[TEST : TEST + images]}
+        for split, some in parts.items():
+            with (target / f"{split}.csv").open("w", newline="") as out:
+                table = csv.writer(out)
+                table.writerow(["image", "grade"])
+                for number, photo in enumerate(some):
+                    grade, file = int(random.integers(len(GRADES))), f"{split}-{number:04}.png"
+                    draw(photo, grade, kind, random).save(target / file)
+                    table.writerow([file, grade])
 
 
-def corn_probabilities(logits: Tensor) -> Tensor:
-    """(batch, GRADES - 1) -> (batch, GRADES)."""
-    reached = F.pad(F.logsigmoid(logits).cumsum(dim=1), (1, 0))
-    return (reached + F.pad(F.logsigmoid(-logits), (0, 1))).exp()
+def train(folder: Path, kind: str, seeds: list[int], epochs: int, runs: list[str]) -> None:
+    """The runs of each draw."""
+    import vit
+
+    for seed in seeds:
+        for name in runs:
+            out = folder / f"{kind}-{seed}" / f"run-{name}"
+            vit.train(
+                str(out.parent / "train.csv"),
+                out,
+                target=("grade",),
+                seed=seed,
+                epochs=epochs,
+                device="cpu",
+                overwrite=out.exists(),
+                **SCALED[kind],
+                **RUNS[name],
+            )
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "flat": F.cross_entropy,
-    "smooth": lambda logits, grades: F.cross_entropy(logits, grades, label_smoothing=0.1),
-    "corn": corn_loss,
-    "ordinal": lambda logits, grades: F.cross_entropy(logits, Ordinal().targets(grades, GRADES)),
-}
+def answers_of(run: Path, images: list[str]) -> dict[str, Array]:
+    """Way of deciding -> the grade of each image."""
+    import vit
+
+    found = vit.Predictor(run, device="cpu")(images, top_k=len(GRADES))
+    shares = np.array([[dict(one.predictions)[grade] for grade in GRADES] for one in found])
+    middle = (shares.cumsum(1) < 0.5).sum(1).clip(max=len(GRADES) - 1)
+    mean = (shares @ np.arange(len(GRADES))).round().astype(int)
+    return {"most probable": shares.argmax(1), "median": middle, "mean": mean}
 
 
-def network(outputs: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    for inside, outside in ((3, 24), (24, 48), (48, 64)):
-        conv = nn.Conv2d(inside, outside, 3, padding=1, stride=2)
-        layers += [conv, nn.BatchNorm2d(outside), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, outputs))
+def kappa(wanted: Array, answers: Array) -> float:
+    """Quadratic weighted kappa."""
+    apart = np.subtract.outer(np.arange(len(GRADES)), np.arange(len(GRADES))) ** 2
+    given, found = (np.bincount(one, minlength=len(GRADES)) for one in (wanted, answers))
+    by_chance = float((np.outer(given, found) * apart).sum()) / len(wanted)
+    return 1 - float(((wanted - answers) ** 2).sum()) / by_chance
 
 
-def train(loss: str, images: Tensor, grades: Tensor, steps: int, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = network(GRADES - (loss == "corn"))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps, pct_start=0.1)
-    source = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        places = torch.randint(len(images), (BATCH,), generator=source)
-        flip = torch.rand(BATCH, 1, 1, 1, generator=source) < 0.5
-        batch = torch.where(flip, images[places].flip(3), images[places])
-        optimiser.zero_grad()
-        LOSSES[loss](model(batch), grades[places]).backward()
-        optimiser.step()
-        rate.step()
-    return model.eval()
+def interval(wanted: Array, answers: Array, other: Array) -> list[float]:
+    """Ends of 95 % of the resampled differences of kappa."""
+    random = np.random.default_rng(0)
+    places = random.integers(len(wanted), size=(DRAWS, len(wanted)))
+    apart = [kappa(wanted[one], answers[one]) - kappa(wanted[one], other[one]) for one in places]
+    return [round(float(end), 4) for end in np.quantile(apart, [0.025, 0.975])]
 
 
-def decisions(probabilities: Tensor) -> dict[str, Tensor]:
-    mean = (probabilities * torch.arange(GRADES)).sum(dim=1)
-    median = (probabilities.cumsum(dim=1) < 0.5).sum(dim=1).clamp(max=GRADES - 1)
-    most = probabilities.argmax(dim=1)
-    return {"most probable": most, "median": median, "mean": mean.round().long()}
-
-
-def scaled_log_loss(probabilities: Tensor, grades: Tensor) -> float:
-    """Of each half of the images at the best temperature of the other."""
-    logs, half = probabilities.clamp_min(1e-8).log(), torch.arange(len(grades)) % 2 == 0
-
-    def log_loss(some: Tensor, temperature: float) -> float:
-        return float(F.cross_entropy(logs[some] / temperature, grades[some]))
-
-    temperatures = [10 ** (step / 20 - 1) for step in range(41)]
-    losses = [
-        log_loss(~some, min(temperatures, key=lambda one, some=some: log_loss(some, one)))  # type: ignore[misc]
-        for some in (half, ~half)
-    ]
-    return sum(losses) / 2
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("photos", type=Path)
-    parser.add_argument("--images", type=int, default=1200)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--noise", type=float, default=0.05)
-    parser.add_argument("--rust", action="store_true")
-    parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
-    photos = sorted(path for path in args.photos.rglob("*") if path.suffix in (".jpg", ".png"))
-    random.Random(0).shuffle(photos)
-    rows: dict[tuple[str, str], list[list[float]]] = {}
-    for seed in range(args.seeds):
-        source = np.random.default_rng(seed)
-        drawn = []
-        for photo in photos[: TEST + args.images]:
-            grade = int(source.integers(GRADES))
-            drawn.append((draw(photo, grade, args.noise, args.rust, source), grade))
-        images = torch.stack([image for image, _ in drawn])
-        grades = torch.tensor([grade for _, grade in drawn])
-        for loss in LOSSES:
-            model = train(loss, images[TEST:], grades[TEST:], args.steps, seed)
-            with torch.inference_mode():
-                logits = torch.cat([model(part) for part in images[:TEST].split(256)])
-            found = corn_probabilities(logits) if loss == "corn" else logits.softmax(dim=1)
-            log_loss = scaled_log_loss(found, grades[:TEST])
-            for name, answers in decisions(found).items():
-                moments = grade_moments(grades[:TEST], answers).mean(dim=0)
-                right = float((answers == grades[:TEST]).float().mean())
-                scores = [float(quadratic_weighted_kappa(moments)), right, log_loss]
-                rows.setdefault((loss, name), []).append(scores)
-    flat = np.array(rows["flat", "most probable"])
-    print("| loss | answer | kappa | less flat, by seed | right | log loss |")
-    print("|---|---|---|---|---|---|")
-    for (loss, name), values in rows.items():
-        kappa, right, log_loss = np.mean(values, axis=0)
-        apart = " ".join(f"{one:+.3f}" for one in np.array(values)[:, 0] - flat[:, 0])
-        print(f"| {loss} | {name} | {kappa:.3f} | {apart} | {right:.1%} | {log_loss:.3f} |")
+def measure(folder: Path, kind: str, seeds: list[int], runs: list[str]) -> None:
+    """Kappa of each run, a line each, and its difference to the flat ones."""
+    for seed in seeds:
+        data = folder / f"{kind}-{seed}"
+        with (data / "test.csv").open(newline="") as file:
+            rows = [*csv.DictReader(file)]
+        wanted = np.array([int(row["grade"]) for row in rows])
+        images = [str(data / row["image"]) for row in rows]
+        found = {name: answers_of(data / f"run-{name}", images) for name in runs}
+        for name, ways in found.items():
+            for way, answers in ways.items():
+                line: dict[str, Any] = {"seed": seed, "run": name, "answer": way}
+                line["kappa"] = round(kappa(wanted, answers), 4)
+                line["right"] = round(float((answers == wanted).mean()), 4)
+                for base in sorted({"flat", "unsmoothed"} & {*runs} - {name}):
+                    flat = found[base]["most probable"]
+                    line[f"less {base}"] = round(kappa(wanted, answers) - kappa(wanted, flat), 4)
+                    line[f"interval, {base}"] = interval(wanted, answers, flat)
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("action", choices=["make", "train", "measure"])
+    parser.add_argument("photos", type=Path, nargs="?")
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0])
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", nargs="+", choices=[*RUNS], default=[*RUNS])
+    given = parser.parse_args()
+    if given.action == "make":
+        make(given.folder, given.photos, given.kind, given.seeds, given.images)
+    elif given.action == "train":
+        train(given.folder, given.kind, given.seeds, given.epochs, given.runs)
+    else:
+        measure(given.folder, given.kind, given.seeds, given.runs)
