@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vit.class_tree import COLUMNS, ROOT, ClassTree, answer_of
 from vit.config.inference_config import InferenceConfig, accepts_settings, inference_config
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.instrument_images import Array
@@ -34,7 +35,7 @@ from vit.output.prediction_results import (
     classes_per_row,
 )
 from vit.quick_imports import quick_imports
-from vit.score_calibration import check_decisions, check_selection
+from vit.score_calibration import check_decisions, check_selection, node_threshold
 from vit.text import Notify, print_to_stderr, printable
 
 if TYPE_CHECKING:
@@ -102,15 +103,24 @@ class Predictor:
         """The task that evaluates the network."""
         from vit.tasks.task import get_task
 
-        if self.exported:
-            metadata = self.engine.metadata
-            name = EXPORTED_TASKS[metadata.get("activation", "softmax")]
-            name = metadata.get("task", name)
-        else:
-            name = self.engine.task_name
-        task = get_task(name)
+        task = get_task(self.task_name)
         task.answers = self.answers
         return task
+
+    @property
+    def task_name(self) -> str:
+        """Name of the task of the network."""
+        if not self.exported:
+            return str(self.engine.task_name)
+        metadata = self.engine.metadata
+        name = EXPORTED_TASKS[metadata.get("activation", "softmax")]
+        return str(metadata.get("task", name))
+
+    @cached_property
+    def tree(self) -> ClassTree | None:
+        """The tree whose nodes are answers; None of another network."""
+        is_tree = not self.n_best and self.task_name == "taxonomy"
+        return ClassTree(self.classes) if is_tree else None
 
     def __call__(
         self, images: Iterable[ImageInput], *, top_k: int | None = None, **options: Any
@@ -176,7 +186,9 @@ class Predictor:
         check_decisions(self.thresholds, reject=reject, threshold=threshold)
 
     def answer_columns(self, sets: float | None = None) -> dict[str, str]:
-        """Columns of the numbers in a row and their units; none of a network without them."""
+        """Columns of numbers or nodes in a row and their units; none of a network without them."""
+        if self.tree is not None:
+            return dict.fromkeys(COLUMNS, "")
         return {} if self.answers is None else self.answers.columns(sets)
 
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
@@ -325,9 +337,11 @@ class Predictor:
                     output.probabilities[order].tolist(),
                     output.distance,
                     thresholds=self.thresholds,
-                    reject=reject,
+                    reject=reject and self.tree is None,
                     sets=sets,
                 )
+            if self.tree is not None:
+                selected |= self._node(output, reject=reject)
             predictions.append(
                 Prediction(
                     output.image,
@@ -342,6 +356,15 @@ class Predictor:
                 )
             )
         return predictions
+
+    def _node(self, output: ImageOutput, *, reject: bool) -> dict[str, Any]:
+        """Fields of a Prediction of a tree: the deepest node that is an answer."""
+        (path,) = self.tree.paths(output.probabilities[None])
+        node, score = answer_of(path, node_threshold(self.calibration))
+        reason = self.calibration.reject_reason(path[0][1], output.distance) if reject else None
+        known = node != ROOT and reason is None
+        cells = (node, score) if known else (None, None)
+        return {"answers": dict(zip(COLUMNS, cells, strict=True)), "unknown": reason}
 
     def _answer(self, output: ImageOutput, sets: float | None) -> Prediction:
         """The numbers of an image."""

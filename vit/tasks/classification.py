@@ -133,6 +133,7 @@ class Classification(Task):
             fitted=found.temperature,
             distances=found.distances,
             groups=found.calibration_groups(run.notify),
+            **self.calibration_settings(run.splits.classes),
         )
         if fitted is not None:
             store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)

@@ -100,6 +100,10 @@ class DatasetSpec:
     """More columns of a list to read, into `ImageRecord.cells`."""
     order: tuple[str, ...] = ()
     """The classes in their order, or BY_NUMBER; sorted by name without."""
+    taxonomy: str | None = None
+    """File or folder of the tree of the classes."""
+    nested: bool = False
+    """Whether classes are paths: in folders without `taxonomy`, those of nested folders."""
     units: tuple[str, ...] = ()
     """Units that the numbers are expected in; those without one are taken to be."""
     problems: Problems = field(default=None, compare=False)
@@ -136,6 +140,7 @@ class DatasetSpec:
             corrections=data.corrections,
             label_list=data.labels,
             order=data.order,
+            taxonomy=data.taxonomy,
         )
 
     @property
@@ -178,6 +183,8 @@ def as_dataset_spec(
         training = TrainingConfig(task=task)
         chosen |= {"captions": training.captions, "labels": training.classifies}
         chosen["multilabel"] = training.multilabel
+    if task == "taxonomy" or "taxonomy" in chosen:
+        chosen["nested"] = True
     return DatasetSpec(path, **chosen, **(settings or {}))
 
 
