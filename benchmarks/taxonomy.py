@@ -13,8 +13,8 @@ losses      the same features and few images of a leaf: cross-entropy of all lea
 make        nested folders of the classes of CIFAR-10 or of clothing160 in FOLDER/SET, and in
             FOLDER/SET-without the same without two leaves in training; UNPACKED has train/CLASS
 
-All held-out predictions fit the temperature, each of 100 random halves of them the threshold of 95
-% on scores that the temperature of other folds gives; the other half counts. A half holds the promise if the precision of its answers is 95 % or
+All held-out predictions fit the temperature, and each of 100 random halves of them the threshold of
+95 %; the other half counts. A half holds the promise if the precision of its answers is 95 % or
 more. Printed are means over the halves:
 
 leaves      share of the answers, and of the images, that are leaves
@@ -248,9 +248,10 @@ def losses(seeds: int, noise: float) -> Iterator[dict[str, Any]]:
                 best = logits.argmax(dim=1)
                 pairs = [*zip(best.tolist(), truth.tolist(), strict=True)]
                 tops = [ancestors(names[a])[0] == ancestors(names[b])[0] for a, b in pairs]
-                row = {"images of a leaf": per_leaf, "seed": seed, "loss": kind}
-                row |= {"top1": float((best == truth).double().mean())}
-                row |= {"nll": float(F.nll_loss(logits, truth)), "level 1": float(np.mean(tops))}
+                row: dict[str, Any] = {"images of a leaf": per_leaf, "seed": seed, "loss": kind}
+                row["top1"] = float((best == truth).double().mean())
+                row["nll"] = float(F.nll_loss(logits, truth))
+                row["level 1"] = float(np.mean(tops))
                 edges = [distance(names[a], names[b]) for a, b in pairs]
                 answered = promises(tree, logits, truth) if per_leaf == 60 else {}
                 yield {**row, "edges": float(np.mean(edges)), **answered}

@@ -61,7 +61,7 @@ class NodeOutcomes:
             there = torch.tensor([len(nodes) > place for nodes in true])
             pairs = zip(true, self.best, strict=True)
             hits = torch.tensor([n[place] == b[place] for n, b in pairs if len(n) > place])
-            row = {"level": place + 1, "nodes": len(level), "count": len(hits)}
+            row: dict[str, Any] = {"level": place + 1, "nodes": len(level), "count": len(hits)}
             if len(hits):
                 row["accuracy"] = float(hits.double().mean())
                 row["interval"] = share_interval(hits, None if groups is None else groups[there])

@@ -341,7 +341,7 @@ class Predictor:
                     sets=sets,
                 )
             if self.tree is not None:
-                selected |= self._node(output, reject=reject)
+                selected |= self._node(self.tree, output, reject=reject)
             predictions.append(
                 Prediction(
                     output.image,
@@ -357,9 +357,10 @@ class Predictor:
             )
         return predictions
 
-    def _node(self, output: ImageOutput, *, reject: bool) -> dict[str, Any]:
+    def _node(self, tree: ClassTree, output: ImageOutput, *, reject: bool) -> dict[str, Any]:
         """Fields of a Prediction of a tree: the deepest node that is an answer."""
-        (path,) = self.tree.paths(output.probabilities[None])
+        assert output.probabilities is not None
+        (path,) = tree.paths(output.probabilities[None])
         node, score = answer_of(path, node_threshold(self.calibration))
         reason = self.calibration.reject_reason(path[0][1], output.distance) if reject else None
         known = node != ROOT and reason is None
