@@ -111,7 +111,7 @@ def promises(tree: ClassTree, logits: Tensor, labels: Tensor) -> dict[str, Any]:
         kept = best.values >= (2.0 if limit is None else limit)
         hits = (best.indices == labels[rest])[kept].double().mean()
         precision = right[given].mean()
-        held += precision >= TARGET
+        held += bool(precision >= TARGET)
         proven += calibration.threshold is not None
         flat_held += bool(kept.sum() == 0 or hits >= TARGET)
         cost = float(flat[rest].mean())

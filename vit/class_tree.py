@@ -102,6 +102,11 @@ def ancestors(label: str) -> list[str]:
     return [SEPARATOR.join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
+def last_name(node: str) -> str:
+    """The name of a node without those above."""
+    return node.rpartition(SEPARATOR)[2]
+
+
 def parent(node: str) -> str:
     """The node above."""
     return node.rpartition(SEPARATOR)[0]
@@ -127,6 +132,6 @@ def by_last_name(classes: Iterable[str]) -> dict[str, str]:
     """Last part of a path -> the path, where only one ends in it."""
     found: dict[str, str] = {}
     for name in classes:
-        last = name.rpartition(SEPARATOR)[2]
+        last = last_name(name)
         found[last] = ROOT if last in found else name
     return {last: name for last, name in found.items() if name}

@@ -39,6 +39,7 @@ def write_classification_report(
     calibrated: CalibratedOutcomes | None = None,
     groups: Tensor | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
+    nodes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write report.html of a single-label run; `outcomes` has raw scores of at least one image."""
     score = {"score_key": "val_top1", "score_name": "Top-1"}
@@ -52,6 +53,7 @@ def write_classification_report(
         wrong=int((outcomes.ranks > 0).sum()),
         recall=recall[:MAX_ROWS],
         slices=slices,
+        nodes=nodes[:MAX_ROWS],
         **score,
         **class_findings(
             outcomes,

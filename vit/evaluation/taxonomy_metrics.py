@@ -19,6 +19,7 @@ from vit.class_tree import (
     depth,
     distance,
     is_at_or_above,
+    last_name,
 )
 from vit.evaluation.intervals import share_interval
 
@@ -94,22 +95,15 @@ class NodeOutcomes:
         }
 
     def node_rows(self) -> list[dict[str, Any]]:
-        """For each node its images, the share of them that the best node of its level finds, and
-        the share whose answer is it or under it."""
+        """For each node its images, the share of them whose most probable node of its level it is,
+        and the share whose answer is it or under it."""
         rows = []
         for node in self.tree.nodes:
             level = depth(node)
-            images = [n for n, one in enumerate(self.labels) if is_at_or_above(node, one)]
-            found = [self.best[n][level - 1] == node for n in images]
-            own = [is_at_or_above(node, self.answers[n]) for n in images]
-            rows.append(
-                {
-                    "node": node,
-                    "name": node.rpartition("/")[2],
-                    "level": level,
-                    "count": len(images),
-                    "accuracy": sum(found) / len(images) if images else None,
-                    "answered": sum(own) / len(images) if images else None,
-                }
-            )
+            places = [n for n, label in enumerate(self.labels) if is_at_or_above(node, label)]
+            right = sum(self.best[n][level - 1] == node for n in places)
+            answered = sum(is_at_or_above(node, self.answers[n]) for n in places)
+            shares = [part / len(places) if places else None for part in (right, answered)]
+            row = {"name": last_name(node), "level": level, "images": len(places)}
+            rows.append({**row, "right": shares[0], "answered": shares[1]})
         return rows

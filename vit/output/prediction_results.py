@@ -107,6 +107,14 @@ class Prediction:
     prediction_set: tuple[str, ...] = ()
 
     @property
+    def best(self) -> str | None:
+        """The class of the image, or its node in a tree; None if unknown, and of other networks."""
+        if self.unknown is not None or not self.predictions:
+            return None
+        found = self.answers.get(COLUMNS[0], self.predictions[0][0])
+        return found if isinstance(found, str) else None
+
+    @property
     def caption(self) -> str | None:
         """The best caption, or None."""
         return self.captions[0].text if self.captions else None

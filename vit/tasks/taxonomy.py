@@ -23,9 +23,11 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError
 from vit.evaluation.intervals import number_groups
 from vit.evaluation.taxonomy_metrics import NodeOutcomes
+from vit.evaluation.temperature_scaling import scale_logits
 from vit.output.prediction_results import ImageOutput
 from vit.score_calibration import node_threshold
 from vit.tasks.classification import ClassEvaluation, Classification, ClassTally
+from vit.tasks.finished_run import FinishedRun
 from vit.tasks.task import Event, TrainingRun, one_class_needed
 from vit.text import Notify
 
@@ -84,6 +86,20 @@ class TaxonomyTask(Classification):
 
     def evaluation(self, model: Any, samples: Sequence[Sample], notify: Notify) -> "NodeEvaluation":
         return NodeEvaluation(samples, model.classes, node_threshold(model.calibration))
+
+    def node_rows(self, run: FinishedRun) -> list[dict[str, Any]]:
+        """Images, accuracy and answers of each node, of calibrated scores."""
+        found, calibration, classes = (
+            run.validation_logits,
+            run.loaded.calibration,
+            run.splits.classes,
+        )
+        logits = found.logits.double()
+        if calibration is not None:
+            logits = scale_logits(logits, calibration.temperature, calibration.exponent)
+        nodes = NodeOutcomes(ClassTree(classes), node_threshold(calibration))
+        nodes.add(logits.softmax(dim=1), [classes[label] for label in found.labels.tolist()])
+        return nodes.node_rows()
 
     def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
         """The task."""
