@@ -76,15 +76,17 @@ def precision_threshold(
     highest = (confidences if wrong_from is None else wrong_from).double()
     highest = torch.where(right.bool(), -1.0, torch.minimum(highest, confidences.double()))[order]
     rising = highest.sort().values
+    fewest = needed_images(target, error=error)
     values = ordered if tested is None else tested.double().sort(descending=True).values
-    places = _counts(values[values >= 0], target, error / STARTS)
+    places = _counts(values[values >= 0], fewest if tested is None else 1)
     levels = values[torch.tensor(places, dtype=torch.int64) - 1]
     counts = torch.searchsorted(-ordered, -levels, right=True).tolist()
-    pairs = [*zip(levels.tolist(), counts, strict=True)]
-    if groups is not None:
-        own = groups[order]
-        fewest = needed_images(target, error=error)
-        pairs = [pair for pair in pairs if count_present(own[: pair[1]]) >= fewest]
+    own = torch.arange(len(ordered)) if groups is None else groups[order]
+    pairs = [
+        (level, count)
+        for level, count in zip(levels.tolist(), counts, strict=True)
+        if (count if groups is None else count_present(own[:count])) >= fewest
+    ]
 
     def chance(level: float, count: int) -> float:
         """Bound of the probability of so few errors among the `count` answers at a threshold."""
@@ -111,20 +113,18 @@ def needed_images(target: float, *, error: float = ALLOWED_ERROR) -> int:
     return math.ceil(math.log(error / STARTS) / math.log(target))
 
 
-def _counts(ordered: Tensor, target: float, error: float) -> list[int]:
-    """Numbers of images above the thresholds that are tested, rising; ties are never cut."""
-    images = len(ordered)
+def _counts(ordered: Tensor, count: float) -> list[int]:
+    """Numbers of images above the thresholds that are tested, from `count` on; ties are never cut."""
+    images, fewest = len(ordered), count
     if not images:
         return []
-    count: float = math.ceil(math.log(error) / math.log(target))
     found = []
     while count < images:
         found.append(round(count))
         count = max(count + 1, count * GROWTH)
     found.append(images)
     ends = torch.searchsorted(-ordered, -ordered[torch.tensor(found) - 1], right=True)
-    enough = math.ceil(math.log(error) / math.log(target))
-    return sorted({end for end in ends.tolist() if end >= enough})
+    return sorted({end for end in ends.tolist() if end >= fewest})
 
 
 def mean_tail(shares: Tensor, limit: float) -> float:
