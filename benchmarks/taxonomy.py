@@ -6,8 +6,8 @@
     python benchmarks/taxonomy.py FOLDER train --set cifar10 --time 10m [VIT TRAIN FLAGS]
     python benchmarks/taxonomy.py FOLDER measure --set cifar10
 
-synthetic   300 leaves in 20 nodes in 4: Gaussian features around means, those of siblings around the
-            mean of their parent, with a deviation for each level (--spread), and a linear softmax;
+synthetic   300 leaves in 20 nodes in 4: Gaussian features around means, those of siblings around
+            that of their parent, with a deviation for each level (--spread), and a linear softmax;
             the noise is such that about 80 % of the leaves are right
 losses      the same features and few images of a leaf: cross-entropy of all leaves beside that of a
             softmax at each node

@@ -86,6 +86,11 @@ CAPABILITIES: Sequence[Capability] = (
         "torch onnx openvino export",
     ),
     Capability(
+        "Taxonomies",
+        "tasks/taxonomy class_tree evaluation/taxonomy_metrics data/sources/taxonomy_file",
+        *("train predict evaluate", "taxonomy", DATA, "torch onnx openvino export"),
+    ),
+    Capability(
         "Numbers",
         "tasks/regression number_answers evaluation/number_metrics evaluation/number_page "
         "data/sources/number_columns",

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from vit.commands.main import main
 from vit.config.setting_layers import make_config
 from vit.evaluation.fit_calibration import fit_calibration, node_confidences
 from vit.evaluation.taxonomy_metrics import NodeOutcomes
-from vit.score_calibration import ScoreCalibration, node_threshold
+from vit.score_calibration import ScoreCalibration
 from vit.tasks.taxonomy import NodeTally
 
 COLORS = {
@@ -33,7 +34,7 @@ SIZE = {**TINY, "patch_size": 8, "depth": 1, "lr": 1e-2, "batch_size": 16, "epoc
 
 
 def write_images(root: Path, colors, images: int) -> None:
-    random = np.random.default_rng(len(colors))
+    random = np.random.default_rng([*root.name.encode()])
     for name, color in colors.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         for number in range(images):
@@ -105,7 +106,7 @@ def test_the_run_learns_the_tree_and_says_what_it_promises(run, data):
     assert last["val_distance"] > 0
     report = (run / "report.html").read_text()
     assert "The tree" in report
-    assert 'style="padding-left: 3em">cat' in report
+    assert "<th class=\"name\">\u2003\u2003<bdi>cat" in report
 
 
 def test_answers_are_the_deepest_nodes_that_reach_the_threshold(run, data):
@@ -133,7 +134,8 @@ def test_an_exported_file_gives_the_same_answers_without_the_run(run, exported, 
 
 @pytest.mark.parametrize("style", ["jsonl", "csv", "table"])
 def test_rows_have_the_answer_and_its_probability(run, data, style, capsys, tmp_path):
-    threshold = node_threshold(vit.Predictor(run, device="cpu").calibration)
+    calibration = json.loads((run / "config.json").read_text())["vit"]["calibration"]
+    threshold = calibration["threshold"] or calibration["target_precision"]
     unsure = tmp_path / "unsure.png"
     Image.new("RGB", (16, 16), (120, 120, 60)).save(unsure)
     files = [images_of(data)[0], str(unsure)]
@@ -213,8 +215,6 @@ def test_a_leaf_that_training_lacks_counts_in_the_tree_and_not_in_top1(run, data
 
 
 def test_a_calibration_with_another_target_and_none(run, data, tmp_path, capsys):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     found = vit.calibrate(copy, str(data), device="cpu", precision="fp32", target_precision=0.8)
@@ -224,7 +224,8 @@ def test_a_calibration_with_another_target_and_none(run, data, tmp_path, capsys)
     ] == pytest.approx(0.95)
     first = json.loads((run / "config.json").read_text())["vit"]["calibration"]["threshold"]
     assert lower < (first or 0.95)
-    assert main(["calibrate", str(copy), str(data), "--target-precision", "0.9999"]) == 0
+    words = ["--precision", "fp32", "--device", "cpu"]
+    assert main(["calibrate", str(copy), str(data), "--target-precision", "0.9999", *words]) == 0
     said = capsys.readouterr().err
     assert "answers are the deepest node of probability >= 0.9999; " in said
     assert "no threshold of these 150 images is proven to keep 99.99%" in said
@@ -265,7 +266,7 @@ def test_a_batch_counts_levels_and_distances():
 
 def test_the_threshold_keeps_its_promise_and_gives_more_answers_than_classes_alone():
     tree, kept, more = ClassTree(CLASSES), 0, 0
-    for seed in range(20):
+    for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, len(CLASSES), (3000,), generator=generator)
         logits = torch.randn(3000, len(CLASSES), generator=generator).double()
@@ -284,8 +285,8 @@ def test_the_threshold_keeps_its_promise_and_gives_more_answers_than_classes_alo
         given = [pair for pair in pairs if pair[0]]
         kept += np.mean([is_at_or_above(*pair) for pair in given]) >= 0.95
         more += calibration.answered > flat.calibration.answered + 0.2
-    assert kept >= 18
-    assert more == 20
+    assert kept >= 7
+    assert more == 8
 
 
 def test_confidences_of_nodes_are_thresholds():

@@ -114,7 +114,7 @@ def needed_images(target: float, *, error: float = ALLOWED_ERROR) -> int:
 
 
 def _counts(ordered: Tensor, count: float) -> list[int]:
-    """Numbers of images above the thresholds that are tested, from `count` on; ties are never cut."""
+    """Numbers of images above tested thresholds, from `count` on; ties are never cut."""
     images, fewest = len(ordered), count
     if not images:
         return []
