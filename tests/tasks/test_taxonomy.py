@@ -106,7 +106,7 @@ def test_the_run_learns_the_tree_and_says_what_it_promises(run, data):
     assert last["val_distance"] > 0
     report = (run / "report.html").read_text()
     assert "The tree" in report
-    assert "<th class=\"name\">\u2003\u2003<bdi>cat" in report
+    assert '<th class="name">\u2003\u2003<bdi>cat' in report
 
 
 def test_answers_are_the_deepest_nodes_that_reach_the_threshold(run, data):

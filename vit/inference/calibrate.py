@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings
-from vit.config.settings import split_settings
+from vit.config.settings import TREE_TASKS, split_settings
 from vit.data.dataset import MultiHot
 from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -190,7 +190,7 @@ def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
             "target_class: an answer of this multi-label network is a list of classes, which is "
             "right as a whole; leave it out"
         )
-    if names and loaded.task_name == "taxonomy":
+    if names and loaded.task_name in TREE_TASKS:
         raise ConfigError("target_class: answers of a taxonomy are nodes of a tree; leave it out")
     for name in names:
         if name not in loaded.classes:

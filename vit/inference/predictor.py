@@ -15,6 +15,7 @@ import numpy as np
 
 from vit.class_tree import COLUMNS, ROOT, ClassTree, answer_of
 from vit.config.inference_config import InferenceConfig, accepts_settings, inference_config
+from vit.config.settings import TREE_TASKS
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.instrument_images import Array
 from vit.errors import BadImage, ConfigError, WeightsError, error_text, explain_full_memory
@@ -103,24 +104,22 @@ class Predictor:
         """The task that evaluates the network."""
         from vit.tasks.task import get_task
 
-        task = get_task(self.task_name)
+        if self.exported:
+            metadata = self.engine.metadata
+            name = EXPORTED_TASKS[metadata.get("activation", "softmax")]
+            name = metadata.get("task", name)
+        else:
+            name = self.engine.task_name
+        task = get_task(name)
         task.answers = self.answers
         return task
-
-    @property
-    def task_name(self) -> str:
-        """Name of the task of the network."""
-        if not self.exported:
-            return str(self.engine.task_name)
-        metadata = self.engine.metadata
-        name = EXPORTED_TASKS[metadata.get("activation", "softmax")]
-        return str(metadata.get("task", name))
 
     @cached_property
     def tree(self) -> ClassTree | None:
         """The tree whose nodes are answers; None of another network."""
-        is_tree = not self.n_best and self.task_name == "taxonomy"
-        return ClassTree(self.classes) if is_tree else None
+        metadata = getattr(self.engine, "metadata", {})
+        name = getattr(self.engine, "task_name", metadata.get("task"))
+        return ClassTree(self.classes) if name in TREE_TASKS else None
 
     def __call__(
         self, images: Iterable[ImageInput], *, top_k: int | None = None, **options: Any

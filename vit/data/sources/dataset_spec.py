@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
+from vit.config.settings import TREE_TASKS
 from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_problem import Problems
 from vit.errors import ConfigError, DataError
@@ -183,7 +184,7 @@ def as_dataset_spec(
         training = TrainingConfig(task=task)
         chosen |= {"captions": training.captions, "labels": training.classifies}
         chosen["multilabel"] = training.multilabel
-    if task == "taxonomy" or "taxonomy" in chosen:
+    if task in TREE_TASKS or "taxonomy" in chosen:
         chosen["nested"] = True
     return DatasetSpec(path, **chosen, **(settings or {}))
 

@@ -153,26 +153,27 @@ def read_source(spec: DatasetSpec) -> DatasetIndex:
 def _with_paths(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
     """`index` with classes that are paths: those of the tree `spec.taxonomy`, or its own."""
     tree = {} if spec.taxonomy is None else read_taxonomy(spec.taxonomy)
-    nodes = {*tree.values()}
-    faults: dict[str, str] = {}
+    nodes, places = {*tree.values()}, dict[str, list[str]]()
     splits: dict[str, list[ImageRecord]] = {}
+
+    def is_node(name: str) -> bool:
+        return name in nodes if tree else all(part.strip() for part in name.split(SEPARATOR))
+
     for split, records in index.splits.items():
         splits[split] = []
         for record in records:
-            labels = tuple(tree.get(label, label) for label in record.labels)
-            for name in labels:
-                if tree and name not in nodes:
-                    remedy = f"correct it, or add it{nearest(name, tree)}"
-                    faults[record.path] = f"the class {name!r} is no node of {spec.taxonomy}"
-                    faults[record.path] += f"; {remedy}"
-                elif not all(part.strip() for part in name.split(SEPARATOR)):
-                    faults[record.path] = f"the class {name!r} has an empty level; name it"
-            if record.path not in faults:
+            labels = tuple(tree.get(name, name) for name in record.labels)
+            if all(map(is_node, labels)):
                 splits[split].append(record._replace(labels=labels))
-    lines = locate_in_lists(spec, faults) if faults else {}
-    for path, fault in faults.items():
-        error = DataError(f"{printable(lines.get(path, path))}: {printable(fault)}")
-        skip_or_raise(spec.problems, "bad_label", error, path)
+            for name in itertools.filterfalse(is_node, labels):
+                places.setdefault(name, []).append(record.path)
+    lines = locate_in_lists(spec, {paths[0] for paths in places.values()}) if places else {}
+    for name, (first, *more) in places.items():
+        why = "has an empty level; name it"
+        if tree:
+            why = f"is no node of {spec.taxonomy}; correct it, or add it{nearest(name, tree)}"
+        error = DataError(printable(f"{lines.get(first, first)}: the class {name!r} {why}"))
+        skip_or_raise(spec.problems, "bad_label", error, first, *more)
     return dataclasses.replace(index, splits=splits)
 
 
