@@ -5,15 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from vit.config.settings import (
-    LABEL_TASKS,
-    ON,
-    ONE_CLASS,
-    PRETRAINING_TASKS,
-    Other,
-    Section,
-    setting,
-)
+from vit.config.settings import LABEL_TASKS, ON, PRETRAINING_TASKS, Other, Section, setting
 from vit.errors import ConfigError
 
 Triple = tuple[float, float, float]
@@ -33,7 +25,7 @@ WHOLE = ("pad", "native")
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
 """Properties of what is measured on the training images and kept in config.yaml, without a flag."""
 
-MIXED = (*ONE_CLASS, "multilabel")
+MIXED = ("classify", "ordinal", "taxonomy", "multilabel")
 """Tasks with labels that can be mixed."""
 
 

@@ -289,13 +289,14 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     if calibration.groups is not None:
         count, unit, new = calibration.groups, "group", " in a new group"
     if fitted.kinds is not None:
-        lines.append(describe_nodes(calibration, fitted.kinds, share + " of them are right" + new))
         if calibration.threshold is None:
             lines.append(
-                f"note: no threshold of these {plural(count, unit)} is proven to keep {share}; vit "
-                "calibrate with more, or with a lower --target-precision"
+                f"note: no threshold from which on {share} of the answers are right is proven; vit "
+                f"calibrate with more than these {plural(count, unit)}, or a lower "
+                "--target-precision"
             )
-        return lines
+        promise = f"{share} of them are right{new}"
+        return [*lines, describe_nodes(calibration, fitted.kinds, promise)]
     parts = {f" of class {printable(name)}": one for name, one in thresholds.items()}
     parts[" of the other classes" if thresholds else ""] = calibration.threshold
     needed = needed_images(target, error=ALLOWED_ERROR / len(parts))

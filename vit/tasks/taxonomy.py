@@ -3,7 +3,7 @@
     loss       cross-entropy over all classes; a node has the sum of the probabilities under it
     answer     the deepest node whose calibrated probability reaches the threshold
 
-benchmarks/results has this loss beside a softmax at each node.
+benchmarks/taxonomy.py has this loss beside a softmax at each node.
 
 Source: Bertinetto et al., "Making Better Mistakes", section 3, arXiv:1912.09393, which has both.
 """
