@@ -17,7 +17,7 @@ LEVEL_0 = {
     f"vit.{name}"
     for name in (
         *("atomic_files", "config", "errors", "event_log", "process_resources", "timing"),
-        "json_reader",
+        *("class_tree", "json_reader"),
         *("number_answers", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
@@ -47,7 +47,8 @@ ALLOWED = {
     "vit.quick_imports": {"vit.errors"},
     "vit.json_reader": {"vit.errors"},
     "vit.number_answers": {"numpy", "vit.config", "vit.errors"},
-    "vit.score_calibration": {"vit.config", "vit.errors"},
+    "vit.class_tree": {"numpy"},
+    "vit.score_calibration": {"vit.class_tree", "vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),

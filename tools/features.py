@@ -14,7 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 SUPPORT = {
-    "task": ("classify", "multilabel", "caption", "ordinal", "regression", "pretrain"),
+    "task": ("classify", "multilabel", "caption", "ordinal", "taxonomy", "regression", "pretrain"),
     "data": ("folder", "list", "shards", "hub", "builtin"),
     "engine": ("torch", "onnx", "openvino", "export"),
 }
@@ -24,7 +24,8 @@ ROUNDING = 50
 TOLERANCE = 0.1
 """Share by which lines on the page may differ from those of the code, or ROUNDING lines."""
 TASKS, DATA = " ".join(SUPPORT["task"]), " ".join(SUPPORT["data"])
-LABELS, CLASSES = "classify multilabel caption ordinal regression", "classify multilabel ordinal"
+LABELS = "classify multilabel caption ordinal taxonomy regression"
+CLASSES = "classify multilabel ordinal taxonomy"
 FILES = "onnx openvino"
 
 
@@ -84,6 +85,11 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Grades", "tasks/ordinal", "train predict evaluate", "ordinal", DATA,
         "torch onnx openvino export",
+    ),
+    Capability(
+        "Taxonomies",
+        "tasks/taxonomy class_tree evaluation/taxonomy_metrics data/sources/taxonomy_file",
+        *("train predict evaluate", "taxonomy", DATA, "torch onnx openvino export"),
     ),
     Capability(
         "Numbers",

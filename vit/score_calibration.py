@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from typing import Any
 
+from vit.class_tree import TARGET
 from vit.config.settings import from_plain
 from vit.errors import ConfigError
 
@@ -219,6 +220,14 @@ class ScoreCalibration:
                 "calibration must have a temperature and an exponent above 0, shares from 0 to 1, "
                 f"and {len(COVERAGES)} levels of sets"
             )
+
+
+def node_threshold(calibration: ScoreCalibration | None) -> float:
+    """Least probability of a node that is an answer: the target, where none is proven."""
+    if calibration is None:
+        return TARGET
+    found = (calibration.threshold, calibration.target_precision, TARGET)
+    return next(one for one in found if one is not None)
 
 
 def check_selection(

@@ -200,3 +200,79 @@ def test_no_group_is_scaled_or_decided_by_itself(multilabel, monkeypatch):
     same = (before == after).double()
     assert same.mean() < 0.5
     assert all(same[groups == group].mean() in (0, 1) for group in range(50)) or multilabel
+
+
+def slow_threshold(confidences, wrong_from, tested, target, groups):
+    """The same rule with every count made anew, for answers that change with the threshold."""
+    error, values = 0.01 / 2, sorted((one for one in tested if one >= 0), reverse=True)
+    first = math.ceil(math.log(error) / math.log(target))
+    places, place = [], 1.0
+    while place < len(values):
+        places.append(round(place))
+        place = max(place + 1, place * 1.01)
+    levels = [values[place - 1] for place in [*places, len(values)]] if values else []
+    levels = [one for one in dict.fromkeys(levels) if sum(c >= one for c in confidences) >= first]
+    if groups is not None:
+        levels = [
+            one
+            for one in levels
+            if len({g for g, c in zip(groups, confidences, strict=True) if c >= one})
+            >= math.ceil(math.log(error) / math.log(target))
+        ]
+    passed = []
+    for start in (0, len(levels) // 2):
+        for level in levels[start:]:
+            given = [n for n, one in enumerate(confidences) if one >= level]
+            wrong = [wrong_from[n] >= level for n in given]
+            if groups is None:
+                chance = binom.cdf(sum(wrong), len(given), 1 - target)
+            else:
+                each = {}
+                for n, bad in zip(given, wrong, strict=True):
+                    each.setdefault(groups[n], []).append(bad)
+                means = torch.tensor([sum(v) / len(v) for v in each.values()]).double()
+                chance = mean_tail(means, 1 - target)
+            if chance > error:
+                break
+            passed.append(level)
+    return min(passed, default=None)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_that_change_with_the_threshold_equal_counts_made_anew(seed, grouped):
+    generator = torch.Generator().manual_seed(seed)
+    images = 900
+    drawn = torch.rand(images, 2, generator=generator, dtype=torch.float64)
+    confidences, other = 1 - (1 - drawn.amax(1)) ** 2, drawn.amin(1)
+    if seed % 3 == 0:  # ties
+        confidences, other = (confidences * 40).round() / 40, (other * 40).round() / 40
+    other = torch.minimum(confidences, other)
+    confidences[: images // 20 * (seed % 2)] = -1
+    tested = torch.minimum(confidences, other)
+    right = torch.rand(images, generator=generator) < 0.75 + 0.02 * seed
+    wrong_from = torch.where(right, -1.0, tested)
+    groups = torch.randint(450, (images,), generator=generator) if grouped else None
+    for target in (0.8, 0.9):
+        found = precision_threshold(
+            confidences, right, target, groups=groups, wrong_from=other, tested=tested
+        )
+        expected = slow_threshold(
+            *(one.tolist() for one in (confidences, wrong_from, tested)),
+            target,
+            None if groups is None else groups.tolist(),
+        )
+        assert (None if found is None else found.threshold) == expected
+        if found is not None:
+            share = float((confidences >= expected).double().mean())
+            assert found.answered == pytest.approx(share)
+
+
+def test_a_flat_answer_is_the_special_case():
+    generator = torch.Generator().manual_seed(3)
+    confidences, right = draw(2000, generator)
+    flat = precision_threshold(confidences, right, 0.9)
+    never = torch.zeros(2000, dtype=torch.bool)
+    wrong_from = torch.where(right, -1.0, confidences)
+    assert precision_threshold(confidences, never, 0.9, wrong_from=wrong_from) == flat
+    assert flat is not None

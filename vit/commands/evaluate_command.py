@@ -22,6 +22,7 @@ from vit.quick_imports import quick_imports
 from vit.text import percent, plural, printable
 
 WEAKEST = 5
+KINDS_OF_NODES = {"leaves": "leaves", "higher_nodes": "higher nodes", "unknown": "unknown"}
 COLUMNS = {"average_precision": "AP", "precision": "precision", "recall": "recall", "f1": "f1"}
 """Titles of the scores of a class."""
 
@@ -95,6 +96,7 @@ def format_scores(scores: Mapping[str, Any]) -> str:
     lines = [f"{'images':<18} {scores['count']}", *metric_lines(scores)]
     for name, found in scores.get("questions", {}).items():
         lines += ["", f"{printable(name)}, {plural(found['count'], 'image')}", *metric_lines(found)]
+    lines += tree_lines(scores)
     if "per_class" in scores:
         lines += weakest_classes(scores["per_class"])
     for row in scores.get("examples", ()):
@@ -120,6 +122,28 @@ def metric_lines(scores: Mapping[str, Any]) -> list[str]:
             more = f"  ({notes})" if notes else ""
             lines.append(f"{metric.title:<18} {metric.text(row.value)}{more}")
     return lines
+
+
+def tree_lines(scores: Mapping[str, Any]) -> list[str]:
+    """The accuracy of each level of a tree, and the answers that are its nodes."""
+    if "levels" not in scores:
+        return []
+    lines = [""]
+    for row in scores["levels"]:
+        interval = " to ".join(map(percent, row.get("interval", ())))
+        nodes = f"{plural(row['nodes'], 'node')}; 95 % interval: {interval or '-'}"
+        name = f"level {row['level']}"
+        lines.append(f"{name:<18} {percent(row.get('accuracy'))}  ({nodes})")
+    found = scores["answers"]
+    interval = " to ".join(map(percent, found["precision_interval"] or ()))
+    kinds = (f"{found[key]:.0%} {words}" for key, words in KINDS_OF_NODES.items())
+    return [
+        *lines,
+        f"{'answers':<18} {percent(found['precision'])} right  (95 % interval: {interval or '-'})",
+        f"{'':<18} {', '.join(kinds)} of the images",
+        f"{'distance':<18} {found['distance']:.4f} edges of an answer from the class, "
+        f"{found['class_distance']:.4f} of the best class",
+    ]
 
 
 def slice_lines(scores: Mapping[str, Any]) -> list[str]:

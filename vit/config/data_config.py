@@ -25,7 +25,7 @@ WHOLE = ("pad", "native")
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
 """Properties of what is measured on the training images and kept in config.yaml, without a flag."""
 
-MIXED = ("classify", "ordinal", "multilabel")
+MIXED = ("classify", "ordinal", "taxonomy", "multilabel")
 """Tasks with labels that can be mixed."""
 
 
@@ -52,6 +52,8 @@ class SourceConfig(Section):
     """Class column of a list; found by its usual names when left empty."""
     target: tuple[str, ...] = setting((), tasks=LABEL_TASKS)
     """Columns of a list that are asked of an image: numbers, or the classes."""
+    taxonomy: str | None = setting(None, tasks=("taxonomy",))
+    """Tree of the classes, whose names become paths: a table (class, parent), or nested folders."""
     caption_column: str | None = None
     """Caption column of a list or table; found by its usual names when left empty."""
     allow_outside: bool = False

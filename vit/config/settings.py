@@ -25,8 +25,10 @@ T = TypeVar("T")
 PRETRAINING_TASKS = ("simclr", "lejepa", "dino", "mae")
 """Values of `task` that learn without labels."""
 CAPTION_TASKS = ("caption", "classify,caption")
-ONE_CLASS = ("classify", "ordinal")
+ONE_CLASS = ("classify", "ordinal", "taxonomy")
 """Values of `task` that learn exactly one class an image, and nothing else."""
+TREE_TASKS = ("taxonomy",)
+"""Values of `task` whose classes are paths in a tree."""
 SectionClass = Any  # type[Section], which mypy does not take for hashable
 BOUNDS: dict[str, tuple[str, Callable[..., bool]]] = {
     "least": ("at least", operator.ge),

@@ -25,7 +25,7 @@ PATHS_FILE, LISTS, COPY = "paths.json", "lists", "copy-"
 """The last begins the names of copies in LISTS."""
 EDITED_LISTS = ("labels", "corrections", "exclude")
 """Settings that name a list which people edit."""
-DATA_PATHS = ("data", "images", *EDITED_LISTS)
+DATA_PATHS = ("data", "images", "taxonomy", *EDITED_LISTS)
 PATHS = (*DATA_PATHS, "weights", "teacher")
 
 

@@ -23,6 +23,7 @@ TASKS: dict[str, str] = {
     "classify": "vit.tasks.classification:Classification",
     "multilabel": "vit.tasks.multilabel:MultiLabel",
     "ordinal": "vit.tasks.ordinal:Ordinal",
+    "taxonomy": "vit.tasks.taxonomy:TaxonomyTask",
     "regression": "vit.tasks.regression:Regression",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
@@ -39,7 +40,7 @@ AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
 TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
-SMOOTHED = (*CLASSIFIED, "ordinal", *CAPTION_TASKS)
+SMOOTHED = (*CLASSIFIED, "ordinal", "taxonomy", *CAPTION_TASKS)
 VIEWS = ("simclr", "lejepa", "dino")
 """Tasks that compare views of an image."""
 LOCAL = ({"local_views": ON},)
@@ -50,7 +51,8 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
-    """Task: one class an image, any number, captions, both, grades, numbers; or no labels."""
+    """Task: one class an image, any number, a tree of classes, captions, grades, numbers; or no
+    labels."""
     model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)

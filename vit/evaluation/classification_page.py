@@ -39,6 +39,7 @@ def write_classification_report(
     calibrated: CalibratedOutcomes | None = None,
     groups: Tensor | None = None,
     slices: Sequence[Mapping[str, Any]] = (),
+    nodes: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write report.html of a single-label run; `outcomes` has raw scores of at least one image."""
     shown, axes = () if facts.fast else paths, facts.config.data.axes
@@ -55,6 +56,7 @@ def write_classification_report(
         slices=slices,
         score_key=key,
         score_name=name,
+        nodes=nodes[:MAX_ROWS],
         **class_findings(
             outcomes,
             facts.classes,

@@ -29,11 +29,13 @@ Willett, "Distribution-Free Inference with Hierarchical Data", section 3, arXiv:
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vit.class_tree import ROOT, ClassTree, answer_of, wrong_from
 from vit.evaluation.classification_metrics import calibration_error, ranking
 from vit.evaluation.intervals import count_groups, count_present
 from vit.evaluation.multilabel_metrics import choose_thresholds
@@ -55,6 +57,7 @@ from vit.score_calibration import (
     SET_PENALTY,
     UNLIKE,
     ScoreCalibration,
+    node_threshold,
 )
 from vit.text import plural, printable
 
@@ -75,6 +78,8 @@ class FittedCalibration(NamedTuple):
     """Share of the images that `--reject` would answer with lower shares of right answers."""
     fewest: int | None = None
     """Images of the rarest class, or groups with one; None of a multi-label network."""
+    kinds: tuple[float, float] | None = None
+    """Shares of the images that a leaf of the tree and a higher node answers."""
 
 
 def fit_calibration(
@@ -87,6 +92,7 @@ def fit_calibration(
     target_classes: Mapping[str, int] | None = None,
     thresholds: Sequence[float] | None = None,
     groups: Tensor | None = None,
+    tree: ClassTree | None = None,
 ) -> FittedCalibration | None:
     """Calibrate a network on labelled images; None as for `fit_temperature`.
 
@@ -105,6 +111,8 @@ def fit_calibration(
         groups: The group of each image, (images,), such as a patient; None of independent ones.
             Threshold and sets then hold for images of a new group, whose errors the scaling of
             other groups measures.
+        tree: Of the classes, if the threshold is that of its nodes: an answer is the deepest one
+            that reaches it, and right if it is the class or above it.
     """
     fitted, images = fitted or fit_temperature(logits, targets, groups), len(logits)
     if fitted is None:
@@ -113,19 +121,23 @@ def fit_calibration(
         return _fit_multilabel(logits, targets, fitted, target_precision, thresholds, groups)
     probabilities = fitted.held_out.softmax(dim=1)
     confidences, answers = probabilities.max(dim=1)
-    error = calibration_error(confidences, answers == targets)
+    right = answers == targets
+    error = calibration_error(confidences, right)
+    nodes: dict[str, Tensor] = {}
+    if tree is not None:
+        confidences, wrong, ends = node_confidences(tree, probabilities, targets)
+        right, nodes = wrong < 0, {"wrong_from": wrong, "tested": ends}
     farthest = None
     if distances is not None:  # of a new group, if there are enough of them
         levels = [set_levels(distances, [1 - FALSE_ALARMS], which)[0] for which in (groups, None)]
         farthest = levels[1] if levels[0] is None else levels[0]
     if distances is not None and farthest is not None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
+        nodes = {name: torch.minimum(one, confidences) for name, one in nodes.items()}
     named = target_classes or {}
     parts = [answers == index for index in named.values()]
     parts.append(~torch.stack(parts).any(dim=0) if parts else torch.ones(images, dtype=torch.bool))
-    proof, lower = prove_thresholds(
-        confidences, answers == targets, parts, target_precision, groups
-    )
+    proof, lower = prove_thresholds(confidences, right, parts, target_precision, groups, nodes)
     *own, rest = proof.thresholds
     scores = set_scores(probabilities, targets)
     calibration = ScoreCalibration(
@@ -144,7 +156,8 @@ def fit_calibration(
         groups=None if groups is None else count_groups(groups),
     )
     fewest = count_rarest(targets, logits.shape[1], groups)
-    return FittedCalibration(calibration, fitted, error, lower, fewest)
+    kinds = None if tree is None else _kinds(tree, probabilities, calibration)
+    return FittedCalibration(calibration, fitted, error, lower, fewest, kinds)
 
 
 class Proof(NamedTuple):
@@ -164,6 +177,7 @@ def prove_thresholds(
     parts: Sequence[Tensor],
     target: float | None,
     groups: Tensor | None,
+    nodes: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> tuple[Proof, dict[float, float]]:
     """The threshold of the answers of each part, for the highest share of right answers that is
     proven for most parts; and the shares of images that lower ones answer.
@@ -171,6 +185,7 @@ def prove_thresholds(
     Args:
         parts: Which images are in it, (images,).
         target: The only share to try; None: those of TARGET_PRECISIONS.
+        nodes: More arguments of `precision_threshold`, of answers that are nodes.
     """
     proofs = []
     for share in TARGET_PRECISIONS if target is None else (target,):
@@ -181,6 +196,7 @@ def prove_thresholds(
                 share,
                 error=ALLOWED_ERROR / len(parts),
                 groups=None if groups is None else groups[part],
+                **{name: values[part] for name, values in nodes.items()},
             )
             for part in parts
         ]
@@ -192,6 +208,30 @@ def prove_thresholds(
     unproven = [proof.thresholds.count(None) for proof in proofs]
     best = unproven.index(min(unproven)) if min(unproven) < len(parts) else -1
     return proofs[best], {proof.target: proof.answered for proof in proofs[best:][1:]}
+
+
+def _kinds(
+    tree: ClassTree, probabilities: Tensor, calibration: ScoreCalibration
+) -> tuple[float, float]:
+    threshold, paths = node_threshold(calibration), tree.paths(probabilities.double().numpy())
+    answers = [answer_of(path, threshold)[0] for path in paths]
+    leaves = sum(not tree.children[node] for node in answers)
+    return leaves / len(answers), (len(answers) - answers.count(ROOT) - leaves) / len(answers)
+
+
+def node_confidences(
+    tree: ClassTree, probabilities: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Highest thresholds, (images,), at which an image has an answer, a wrong one (-1: none is),
+    and the end of its path; of probabilities of classes, (images, classes)."""
+    paths = tree.paths(probabilities.double().numpy())
+    names = [tree.classes[label] for label in labels.tolist()]
+    rows = [
+        (path[0][1], wrong_from(path, name), min(one for _, one in path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+    answered, wrong, ends = torch.tensor(rows, dtype=torch.float64).unbind(dim=1)
+    return answered, wrong, ends
 
 
 def _fit_multilabel(
@@ -248,6 +288,15 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     share, count, unit, new = f"{100 * target:.4g}%", calibration.images, "image", ""
     if calibration.groups is not None:
         count, unit, new = calibration.groups, "group", " in a new group"
+    if fitted.kinds is not None:
+        if calibration.threshold is None:
+            lines.append(
+                f"note: no threshold from which on {share} of the answers are right is proven; vit "
+                f"calibrate with more than these {plural(count, unit)}, or a lower "
+                "--target-precision"
+            )
+        promise = f"{share} of them are right{new}"
+        return [*lines, describe_nodes(calibration, fitted.kinds, promise)]
     parts = {f" of class {printable(name)}": one for name, one in thresholds.items()}
     parts[" of the other classes" if thresholds else ""] = calibration.threshold
     needed = needed_images(target, error=ALLOWED_ERROR / len(parts))
@@ -282,6 +331,18 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
             f"{MIN_CLASS_IMAGES} {unit}s of each, and the rarest has {fitted.fewest}"
         )
     return lines
+
+
+def describe_nodes(calibration: ScoreCalibration, kinds: tuple[float, float], promise: str) -> str:
+    """A log line about answers that are nodes of a tree."""
+    leaves, higher = kinds
+    least = f"{node_threshold(calibration):.4f}"
+    proven = f", where at least {promise}" if calibration.threshold is not None else ""
+    return (
+        f"answers are the deepest node of probability >= {least}{proven}; "
+        f"{leaves:.0%} of these images get a leaf of the tree, {higher:.0%} a higher node, "
+        f"{1 - leaves - higher:.0%} unknown"
+    )
 
 
 MIN_CLASS_IMAGES = 100

@@ -7,6 +7,9 @@ among the images above it at most in the allowed share of cases (an exact binomi
 Pearson 1934). Thresholds are tested from the strictest on until one fails, beginning at several
 places that share the allowed error (fixed-sequence testing).
 
+The answer may change with the threshold, as a node of a tree does (vit/class_tree.py): an image is
+answered at thresholds up to one, and wrong at those up to another, which is no higher.
+
 Where images come in groups, such as those of a patient, the share is that of the answers of a new
 group, each of which counts the same, and the test is of the mean of the groups' shares of wrong
 answers, which are in [0, 1] and else unknown (the Hoeffding-Bentkus bound). So a group proves no
@@ -52,41 +55,57 @@ def precision_threshold(
     *,
     error: float = ALLOWED_ERROR,
     groups: Tensor | None = None,
+    wrong_from: Tensor | None = None,
+    tested: Tensor | None = None,
 ) -> PrecisionThreshold | None:
     """The lowest threshold at which a share of `target` of the answers is right.
 
     Args:
         confidences: Probability of each answer, (images,); negative for one that is never given.
+        right: Whether it is right at every threshold, (images,).
         error: Probability with which the share may be missed.
+        wrong_from: The highest threshold at which an answer that changes with it is wrong,
+            (images,); the confidence of answers that do not.
+        tested: Values among which thresholds are tested, (images,), each at most the confidence;
+            the confidences without.
 
     Returns:
         None if these images prove none: they are too few, or too many answers are wrong.
     """
     ordered, order = confidences.double().sort(descending=True, stable=True)
-    wrong = (~right.bool())[order]
-    errors = wrong.long().cumsum(0).tolist()
-    counts = _counts(ordered[ordered >= 0], target, error / STARTS)
-    if groups is not None:
-        own = groups[order]
-        fewest = needed_images(target, error=error)
-        counts = [count for count in counts if count_present(own[:count]) >= fewest]
+    highest = (confidences if wrong_from is None else wrong_from).double()
+    highest = torch.where(right.bool(), -1.0, torch.minimum(highest, confidences.double()))[order]
+    rising = highest.sort().values
+    fewest = needed_images(target, error=error)
+    values = ordered if tested is None else tested.double().sort(descending=True).values
+    places = _counts(values[values >= 0], fewest if tested is None else 1)
+    levels = values[torch.tensor(places, dtype=torch.int64) - 1]
+    counts = torch.searchsorted(-ordered, -levels, right=True).tolist()
+    own = torch.arange(len(ordered)) if groups is None else groups[order]
+    pairs = [
+        (level, count)
+        for level, count in zip(levels.tolist(), counts, strict=True)
+        if (count if groups is None else count_present(own[:count])) >= fewest
+    ]
 
-    def chance(count: int) -> float:
-        """Bound of the probability of so few errors among the first `count` answers."""
+    def chance(level: float, count: int) -> float:
+        """Bound of the probability of so few errors among the `count` answers at a threshold."""
         if groups is None:
-            return binomial_tail(errors[count - 1], count, 1 - target)
-        return mean_tail(group_means(wrong[:count], own[:count]), 1 - target)
+            errors = len(rising) - int(torch.searchsorted(rising, level))
+            return binomial_tail(errors, count, 1 - target)
+        return mean_tail(group_means(highest[:count] >= level, own[:count]), 1 - target)
 
-    best = 0
+    best: tuple[float, int] | None = None
     for start in range(STARTS):
-        first = start * len(counts) // STARTS
-        for count in counts[first:]:
-            if chance(count) > error / STARTS:
+        first = start * len(pairs) // STARTS
+        for pair in pairs[first:]:
+            if chance(*pair) > error / STARTS:
                 break
-            best = max(best, count)
-    if not best:
+            best = pair if best is None else min(best, pair)
+    if best is None:
         return None
-    return PrecisionThreshold(float(ordered[best - 1]), best / len(ordered))
+    level, count = best
+    return PrecisionThreshold(level, count / len(ordered))
 
 
 def needed_images(target: float, *, error: float = ALLOWED_ERROR) -> int:
@@ -94,20 +113,18 @@ def needed_images(target: float, *, error: float = ALLOWED_ERROR) -> int:
     return math.ceil(math.log(error / STARTS) / math.log(target))
 
 
-def _counts(ordered: Tensor, target: float, error: float) -> list[int]:
-    """Numbers of images above the thresholds that are tested, rising; ties are never cut."""
-    images = len(ordered)
+def _counts(ordered: Tensor, count: float) -> list[int]:
+    """Numbers of images above tested thresholds, from `count` on; ties are never cut."""
+    images, fewest = len(ordered), count
     if not images:
         return []
-    count: float = math.ceil(math.log(error) / math.log(target))
     found = []
     while count < images:
         found.append(round(count))
         count = max(count + 1, count * GROWTH)
     found.append(images)
     ends = torch.searchsorted(-ordered, -ordered[torch.tensor(found) - 1], right=True)
-    enough = math.ceil(math.log(error) / math.log(target))
-    return sorted({end for end in ends.tolist() if end >= enough})
+    return sorted({end for end in ends.tolist() if end >= fewest})
 
 
 def mean_tail(shares: Tensor, limit: float) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.config import SourceConfig
 from vit.config.inference_config import InferenceConfig, accepts_settings
-from vit.config.settings import split_settings
+from vit.config.settings import TREE_TASKS, split_settings
 from vit.data.dataset import MultiHot
 from vit.data.dataset_types import NO_LABEL, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -72,7 +72,7 @@ def calibrate(
         run: The run folder, which is changed.
         data, split: As for `vit.evaluate`; images that were not trained on.
         target_precision: Share of the answers of `--reject` that has to be right; None: the highest
-            of 0.99, 0.98, 0.95, 0.9, 0.85 and 0.8 that the images prove.
+            of 0.99, 0.98, 0.95, 0.9, 0.85 and 0.8 that the images prove; 0.95 of a taxonomy.
         target_class: Classes whose answers have to be so often right each on its own.
         notify: Called with notes and the result.
         progress: Called with the images done and their total after each batch.
@@ -94,7 +94,8 @@ def calibrate(
         raise RunError(f"{run} is no run folder: calibrations are stored in one")
     check_folder(os.fspath(run), overwrite=True, content="calibration")
     loaded = load_run(run)
-    scored = get_task(loaded.task_name).activation_name in SHARES
+    task = get_task(loaded.task_name)
+    scored = task.activation_name in SHARES
     if loaded.tokenizer is not None or not (loaded.classes and scored):
         raise ConfigError(
             f"{run}: only scores of classifiers are calibrated, and this network's task "
@@ -105,6 +106,7 @@ def calibrate(
             inference.refuse(name, "the run keeps a calibration of its own network; leave it out")
     if inference.keep_aspect and not loaded.preprocessing.native:
         inference.refuse("keep_aspect", "the run keeps a calibration of square crops; leave it out")
+    chosen = {} if target_precision is None else {"target_precision": target_precision}
     places = _target_places(
         [target_class] if isinstance(target_class, str) else target_class, loaded
     )
@@ -153,10 +155,10 @@ def calibrate(
         logits,
         truth,
         distances=torch.tensor(distances, dtype=torch.float64) if distances else None,
-        target_precision=target_precision,
         target_classes=places,
         thresholds=plain.thresholds,
         groups=number_groups(groups) if groups else None,
+        **(task.calibration_settings(loaded.classes) | chosen),
     )
     if fitted is None:
         raise ConfigError(f"{run}: a network of one class has nothing to calibrate")
@@ -188,6 +190,8 @@ def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
             "target_class: an answer of this multi-label network is a list of classes, which is "
             "right as a whole; leave it out"
         )
+    if names and loaded.task_name in TREE_TASKS:
+        raise ConfigError("target_class: answers of a taxonomy are nodes of a tree; leave it out")
     for name in names:
         if name not in loaded.classes:
             hint = nearest(name, loaded.classes)

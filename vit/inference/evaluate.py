@@ -121,6 +121,8 @@ def evaluate(
         )
     trained = source_of(model, predictor)
     samples = load_samples(predictor.task, trained, spec, predictor.classes, notify)
+    if config.page and all(sample.node for sample in samples):
+        raise ConfigError("html: no image is of a class of the network; --json FILE has all scores")
     full_spec = evaluated_spec(predictor.task, trained, spec, predictor.classes)
     if source.group is not None and predictor.n_best and not predictor.classes:
         raise ConfigError(
@@ -242,7 +244,8 @@ class EvaluationRows:
         self.predictor, self.names, self.style, self.config = predictor, names, style, config
         multilabel = predictor.thresholds is not None
         self.truth = ["true_labels"] if multilabel else []
-        if not multilabel and any(sample.label != NO_LABEL for sample in samples):
+        labelled = any(sample.label != NO_LABEL or sample.node for sample in samples)
+        if not multilabel and labelled:
             self.truth = ["label"]
             if predictor.task.activation_name == "softmax":
                 self.truth.append("label_score")
@@ -292,7 +295,7 @@ class EvaluationRows:
         if name == "true_labels":
             return tuple(self.names[label] for label in sample.labels)
         if sample.label == NO_LABEL:
-            return None
+            return sample.node if name == "label" and sample.node else None
         if name == "label":
             return self.names[sample.label]
         found = output.probabilities
@@ -374,7 +377,7 @@ def measure(
     if sliced and evaluation.right is not None:
         classes = None
         if predictor.thresholds is None:
-            classes = [predictor.classes[sample.label] for sample in evaluation.samples]
+            classes = [one.node or predictor.classes[one.label] for one in evaluation.samples]
         features = properties.features(paths, classes=classes, columns=columns)
         numbers = None if evaluation.groups is None else number_groups(evaluation.groups)
         found = accuracy_slices(evaluation.right, features, numbers)

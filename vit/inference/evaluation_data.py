@@ -98,7 +98,8 @@ def with_training_settings(
     if own:
         for note in changed_lists:
             notify(note)
-        lists = [name for name in ("images", *files) if os.path.exists(getattr(stored, name) or "")]
+        named_paths = ("images", "taxonomy", *files)
+        lists = [name for name in named_paths if os.path.exists(getattr(stored, name) or "")]
         usable = (*columns, *lists, "allow_outside", "group")
     chosen = {name: getattr(spec, name) or getattr(stored, name) for name in usable}
     found = dataclasses.replace(spec, **chosen, target=numbers or spec.target)

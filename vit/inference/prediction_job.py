@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vit.atomic_files import explain_write_errors
+from vit.class_tree import last_name
 from vit.config.inference_config import InferenceConfig, PredictionConfig, accepts_settings
 from vit.config.settings import check_together, split_settings
 from vit.errors import (
@@ -515,7 +516,8 @@ class PredictionJob:
         folder, method = self.config.sort_into, self.config.sort_with or "copy"
         if folder is None:
             return lambda _index, _prediction: None
-        return ImageSorter(folder, method, self.predictor.classes, self.images)
+        predictor = self.predictor
+        return ImageSorter(folder, method, predictor.classes, self.images, predictor.tree)
 
     def predict(self, images: Sequence[str], first: int = 0) -> Iterator[Prediction]:
         """Yield predictions of `images`; `first` is the index of the first one in the list."""
@@ -544,9 +546,7 @@ class PredictionJob:
         self.totals["captions"] += len(prediction.captions)
         self.totals["unended"] += sum(not caption.ended for caption in prediction.captions)
         self.totals["unknown"] += prediction.unknown is not None
-        self.totals["unsure"] += prediction.error is None and (
-            not prediction.predictions or prediction.unknown is not None
-        )
+        self.totals["unsure"] += prediction.error is None and prediction.best is None
 
     def write_stream(self) -> int:
         """Write rows to standard output, to a device, or with drawings; return the failures."""
@@ -737,7 +737,8 @@ class PredictionJob:
                 f"{printable(self.config.sort_into)}{into_unsure}; {failed:,} failed and stay out "
                 "of it"
             )
-            if note := renamed_note(self.predictor.classes):
+            nodes = () if self.predictor.tree is None else map(last_name, self.predictor.tree.nodes)
+            if note := renamed_note([*dict.fromkeys(nodes)] or self.predictor.classes):
                 self.notify(note)
         if total >= MIN_IMAGES_FOR_SUMMARY:
             rate = f"{done / seconds:,.4g}" if seconds > 0 and done else "0"

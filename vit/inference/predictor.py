@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vit.class_tree import COLUMNS, ROOT, ClassTree, answer_of
 from vit.config.inference_config import InferenceConfig, accepts_settings, inference_config
+from vit.config.settings import TREE_TASKS
 from vit.data.image_objects import ImageInput, NamedImage, named_images
 from vit.data.instrument_images import Array
 from vit.errors import BadImage, ConfigError, WeightsError, error_text, explain_full_memory
@@ -34,7 +36,7 @@ from vit.output.prediction_results import (
     classes_per_row,
 )
 from vit.quick_imports import quick_imports
-from vit.score_calibration import check_decisions, check_selection
+from vit.score_calibration import check_decisions, check_selection, node_threshold
 from vit.text import Notify, print_to_stderr, printable
 
 if TYPE_CHECKING:
@@ -112,6 +114,13 @@ class Predictor:
         task.answers = self.answers
         return task
 
+    @cached_property
+    def tree(self) -> ClassTree | None:
+        """The tree whose nodes are answers; None of another network."""
+        metadata = getattr(self.engine, "metadata", {})
+        name = getattr(self.engine, "task_name", metadata.get("task"))
+        return ClassTree(self.classes) if name in TREE_TASKS else None
+
     def __call__(
         self, images: Iterable[ImageInput], *, top_k: int | None = None, **options: Any
     ) -> list[Prediction]:
@@ -176,7 +185,9 @@ class Predictor:
         check_decisions(self.thresholds, reject=reject, threshold=threshold)
 
     def answer_columns(self, sets: float | None = None) -> dict[str, str]:
-        """Columns of the numbers in a row and their units; none of a network without them."""
+        """Columns of numbers or nodes in a row and their units; none of a network without them."""
+        if self.tree is not None:
+            return dict.fromkeys(COLUMNS, "")
         return {} if self.answers is None else self.answers.columns(sets)
 
     def autotune_precision(self, images: Sequence[ImageInput]) -> None:
@@ -325,9 +336,11 @@ class Predictor:
                     output.probabilities[order].tolist(),
                     output.distance,
                     thresholds=self.thresholds,
-                    reject=reject,
+                    reject=reject and self.tree is None,
                     sets=sets,
                 )
+            if self.tree is not None:
+                selected |= self._node(self.tree, output, reject=reject)
             predictions.append(
                 Prediction(
                     output.image,
@@ -342,6 +355,16 @@ class Predictor:
                 )
             )
         return predictions
+
+    def _node(self, tree: ClassTree, output: ImageOutput, *, reject: bool) -> dict[str, Any]:
+        """Fields of a Prediction of a tree: the deepest node that is an answer."""
+        assert output.probabilities is not None
+        (path,) = tree.paths(output.probabilities[None])
+        node, score = answer_of(path, node_threshold(self.calibration))
+        reason = self.calibration.reject_reason(path[0][1], output.distance) if reject else None
+        known = node != ROOT and reason is None
+        cells = (node, score) if known else (None, None)
+        return {"answers": dict(zip(COLUMNS, cells, strict=True)), "unknown": reason}
 
     def _answer(self, output: ImageOutput, sets: float | None) -> Prediction:
         """The numbers of an image."""

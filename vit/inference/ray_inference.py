@@ -176,7 +176,8 @@ def predict_with_ray(
         if about["several"]:
             raise ConfigError(
                 "engine=ray: this network may name several classes of an image, or answers with "
-                "numbers, and Ray's workers write one kind of row; take --engine torch or onnx"
+                "numbers or nodes, and Ray's workers write one kind of row; take --engine torch "
+                "or onnx"
             )
         check_classes(about["classes"], top_k=top_k)
         tables = pieces(images, about["block"], size)
@@ -301,7 +302,7 @@ def _about(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     settings = {"batch_size": predictor.batch_size, "precision": predictor.precision}
     return {
         "classes": list(predictor.classes),
-        "several": predictor.thresholds is not None or predictor.answers is not None,
+        "several": predictor.thresholds is not None or bool(predictor.answer_columns()),
         "n_best": predictor.n_best,
         "shares": predictor.shares,
         "block": predictor.block_size,

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vit.atomic_files import open_atomic
+from vit.class_tree import COLUMNS
 from vit.config.inference_config import EvaluationConfig, PredictionConfig
 from vit.data.workbook import check_size, is_workbook, write_sheet
 from vit.errors import ConfigError
@@ -81,8 +82,9 @@ class Prediction:
     Args:
         predictions: (label, probability) pairs, the most probable first; empty if the image cannot
             be read, and from a network without classes.
-        answers: Numbers by column of a row, in units, with the ends of their intervals; empty if
-            the image cannot be read, and from another network.
+        answers: Numbers by column of a row, in units, with the ends of their intervals, or the node
+            of a tree and its probability, None if unknown; empty if the image cannot be read, and
+            from another network.
         error: Reason of a failure, or None; that of an explanation leaves the predictions.
         captions: The best first; empty if the image cannot be read, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
@@ -100,9 +102,17 @@ class Prediction:
     captions: "tuple[Caption, ...]" = ()
     embedding: Any = field(default=None, repr=False, compare=False)
     truth: "Mapping[str, Truth]" = field(default_factory=dict, repr=False, hash=False)
-    answers: Mapping[str, float] = field(default_factory=dict, hash=False)
+    answers: Mapping[str, str | float | None] = field(default_factory=dict, hash=False)
     unknown: str | None = None
     prediction_set: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> str | None:
+        """The class of the image, or its node in a tree; None if unknown, and of other networks."""
+        if self.unknown is not None or not self.predictions:
+            return None
+        found = self.answers.get(COLUMNS[0], self.predictions[0][0])
+        return found if isinstance(found, str) else None
 
     @property
     def caption(self) -> str | None:
@@ -334,7 +344,8 @@ def csv_lines(layout: Layout) -> tuple[str, Line]:
             return cell if cell and NUMBER.fullmatch(cell) else csv_text(cell or "")
         if isinstance(cell, tuple):
             return BETWEEN.join(map(text, cell))
-        kind = "g" if layout.answers and abs(cell) < 1 else "f"  # 0.00002 m is not 0
+        small = abs(cell) < 1 and not layout.top_k
+        kind = "g" if layout.answers and small else "f"  # 0.00002 m is not 0
         number = repr(cell) if layout.digits is None else f"{cell:.{layout.digits}{kind}}"
         return number.replace(".", ",") if layout.separator == ";" else number
 
@@ -394,7 +405,10 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     label_width = column_width("label", *layout.classes, *([UNKNOWN] if layout.reject else []))
     units = (f" ({unit})" if unit else "" for unit in layout.answers.values())
     numbers = [printable(f"{name}{unit}") for name, unit in zip(layout.answers, units, strict=True)]
-    answer_widths = [max(display_width(name), NUMBER_WIDTH) for name in numbers]
+    answer_widths = [
+        max(display_width(name), label_width if name == COLUMNS[0] else NUMBER_WIDTH)
+        for name in numbers
+    ]
     listed = [*layout.list_columns.values()]
     texts = zip(listed, *map(layout.list_texts, layout.cells), strict=True)
     widths = [column_width(*column) for column in texts]
@@ -412,7 +426,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
         found = zip(prediction.answers.values(), answer_widths, strict=False)
-        cells += [f"{value:{width}.5g}" for value, width in found]
+        cells += [table_cell(value, width) for value, width in found]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -431,6 +445,13 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)
     return "  ".join(header).rstrip() + "\n", line
+
+
+def table_cell(value: str | float | None, width: int) -> str:
+    """An answer in a column of this width: a number, a node, or `unknown`."""
+    if isinstance(value, str | None):
+        return pad_left(printable(value or UNKNOWN), width)
+    return f"{value:{width}.5g}"
 
 
 def column_width(*names: str) -> int:

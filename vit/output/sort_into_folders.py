@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from vit.class_tree import ROOT, ClassTree, last_name
 from vit.data.image_archives import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
@@ -48,6 +49,17 @@ def folder_names(classes: Sequence[str]) -> list[str]:
         taken.add(casefold_name(name))
         names.append(name)
     return names
+
+
+def tree_folders(tree: ClassTree) -> dict[str, str]:
+    """Node -> its folder inside of those of the nodes above."""
+    found = {ROOT: ""}
+    for node, places in tree.children.items():
+        children = [tree.nodes[place] for place in places]
+        names = folder_names([*map(last_name, children)])
+        inside = (os.path.join(found[node], name) for name in names)
+        found |= zip(children, inside, strict=True)
+    return found
 
 
 def renamed_note(classes: Sequence[str]) -> str:
@@ -124,18 +136,24 @@ class ImageSorter:
     """Puts images into the folders of their classes."""
 
     def __init__(
-        self, folder: str, method: SortMethod, classes: Sequence[str], images: Sequence[str]
+        self,
+        folder: str,
+        method: SortMethod,
+        classes: Sequence[str],
+        images: Sequence[str],
+        tree: ClassTree | None = None,
     ):
         self.folder, self.method = Path(folder), method
         self.folders = dict(zip(classes, folder_names(classes), strict=True))
+        if tree is not None:
+            self.folders = tree_folders(tree)
         self.names = image_names(images)
 
     def __call__(self, place: int, prediction: Prediction) -> None:
         """Put image number `place` of the list where it belongs; one that failed stays."""
         if prediction.error is not None:
             return
-        known = prediction.predictions and prediction.unknown is None
-        best = prediction.predictions[0][0] if known else None
+        best = prediction.best
         folder = self.folder / (UNSURE if best is None else self.folders[best])
         target = folder / self.names[place]
         try:

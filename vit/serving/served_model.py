@@ -146,7 +146,7 @@ class ServedModel:
     def summary(self) -> str:
         """The properties in one line, for the log."""
         kind = plural(len(self.predictor.classes), "class", "classes")
-        if numbers := self.predictor.answer_columns():
+        if numbers := self.predictor.answers and self.predictor.answer_columns():
             kind = join_names([*numbers])
         raw = "" if self.calibrated or self.captions or numbers else ", raw scores"
         return (

@@ -134,6 +134,7 @@ class Classification(Task):
             fitted=found.temperature,
             distances=found.distances,
             groups=found.calibration_groups(run.notify),
+            **self.calibration_settings(run.splits.classes),
         )
         if fitted is not None:
             store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)
@@ -164,6 +165,7 @@ class Classification(Task):
             calibrated=calibrated,
             groups=found.groups,
             recall=recall,
+            nodes=self.node_rows(run),
             slices=found.slices(
                 (outcomes.ranks == 0).tolist(),
                 classes=[run.splits.classes[label] for label in found.labels.tolist()],
@@ -171,6 +173,10 @@ class Classification(Task):
                 fast=run.config.run.report == "fast",
             ),
         )
+
+    def node_rows(self, run: FinishedRun) -> list[dict[str, Any]]:
+        """Rows of the report about the nodes of a tree; none without one."""
+        return []
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         config = run.config

@@ -313,6 +313,10 @@ class Task(ABC):
         """
         return {"task": config.training.task}
 
+    def calibration_settings(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Arguments of `fit_calibration` that the task decides."""
+        return {}
+
     def finish(self, run: "FinishedRun") -> None:  # noqa: B027
         """Complete the run folder after the last epoch; `vit train --resume` repeats it."""
 

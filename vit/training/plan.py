@@ -122,6 +122,14 @@ WEIGHTS_PROBE = PHOTO_NETWORKS[6]._replace(passes=0)
 MEASURED, FASTER = 3, 2.0
 
 
+TARGET_TASKS = {
+    "numbers": ("regression", "classify"),
+    "classes": ("classify", "regression"),
+    "paths": ("taxonomy", "classify"),
+}
+"""What the columns `target` hold -> their task, and one that a user may have meant."""
+
+
 def is_planned(chosen: Mapping[str, Any]) -> bool:
     """Whether these settings leave a plan to make: no model, weights or method."""
     names = ("model", "weights", "method", "probe_first", "lora_rank")
@@ -223,6 +231,9 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
 def with_target_task(chosen: Settings) -> Settings:
     """`chosen` with the task that the columns `target` or an order ask for, unless it is chosen."""
     target = chosen.get("target")
+    if chosen.get("taxonomy") and "task" not in chosen:
+        notify_on_main("note: the classes have a tree: task=taxonomy")
+        return Settings(**{"task": {"task": "taxonomy"}, **chosen.layers})
     if chosen.get("order") and "task" not in chosen:
         notify_on_main("note: the classes have an order: task=ordinal")
         return Settings(**{"task": {"task": "ordinal"}, **chosen.layers})
@@ -230,7 +241,7 @@ def with_target_task(chosen: Settings) -> Settings:
         return chosen
     data = {name: value for name, value in chosen.items() if name in vars(SourceConfig())}
     kind = kind_of_target(DatasetSpec.from_config(DataConfig(**data), labels=False))
-    task, other = ("regression", "classify") if kind == "numbers" else ("classify", "regression")
+    task, other = TARGET_TASKS[kind]
     columns = join_names(target)
     notify_on_main(f"note: {columns} has {kind}: task={task}; --task {other} overrides it")
     return Settings(**{"task": {"task": task}, **chosen.layers})

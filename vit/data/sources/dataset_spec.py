@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
+from vit.config.settings import TREE_TASKS
 from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_problem import Problems
 from vit.errors import ConfigError, DataError
@@ -100,6 +101,10 @@ class DatasetSpec:
     """More columns of a list to read, into `ImageRecord.cells`."""
     order: tuple[str, ...] = ()
     """The classes in their order, or BY_NUMBER; sorted by name without."""
+    taxonomy: str | None = None
+    """File or folder of the tree of the classes."""
+    nested: bool = False
+    """Whether classes are paths: in folders without `taxonomy`, those of nested folders."""
     units: tuple[str, ...] = ()
     """Units that the numbers are expected in; those without one are taken to be."""
     problems: Problems = field(default=None, compare=False)
@@ -136,6 +141,7 @@ class DatasetSpec:
             corrections=data.corrections,
             label_list=data.labels,
             order=data.order,
+            taxonomy=data.taxonomy,
         )
 
     @property
@@ -180,6 +186,8 @@ def as_dataset_spec(
         chosen["multilabel"] = training.multilabel
         if training.classifies and "target" in chosen:
             chosen.setdefault("label_column", ",".join(chosen["target"]))
+    if task in TREE_TASKS or "taxonomy" in chosen:
+        chosen["nested"] = True
     return DatasetSpec(path, **chosen, **(settings or {}))
 
 

@@ -5,11 +5,12 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from vit.class_tree import ancestors, last_name, parent
 from vit.data.dataset_types import ImagesByClass
 from vit.data.image_archives import MAX_BYTES, content_digest, open_binary, relative, size_of
 from vit.data.sources.split_file import file_digests
@@ -32,10 +33,15 @@ SIMILARITY = 0.8
 def class_problems(
     classes: Sequence[str], counts: Mapping[str, int], total: int | None = None
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of what looks wrong about class names and numbers of training images."""
+    """Kinds and texts of what looks wrong about class names and numbers of training images; of the
+    nodes of a tree too."""
+    nodes = Counter[str]()
+    for name in classes:
+        for node in ancestors(name):
+            nodes[node] += counts.get(name, 0)
     by_form: dict[str, list[str]] = defaultdict(list)
     by_case: dict[str, list[str]] = defaultdict(list)
-    for name in classes:
+    for name in nodes:
         form = unicodedata.normalize("NFC", name)
         by_form[form].append(name)
         by_case[" ".join(form.casefold().split())].append(name)
@@ -57,9 +63,9 @@ def class_problems(
         for names in by_case.values()
         if len(names) > 1 and names not in same.values()
     ]
-    for rare, frequent in misspelt_names(counts):
-        images = plural(counts[rare], "image")
-        text = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {counts[frequent]:,}"
+    for rare, frequent in misspelt_names(nodes):
+        images = plural(nodes[rare], "image")
+        text = f"class {rare!r}, {images}, may be a typo of {frequent!r}, {nodes[frequent]:,}"
         found.append(("similar_names", text))
     if len(counts) < 2:
         return found
@@ -92,14 +98,16 @@ def misspelt_names(counts: Mapping[str, int]) -> list[tuple[str, str]]:
     rare = sorted((n, name) for name, n in words.items() if n < FEW_IMAGES)[:MAX_RARE]
     found = []
     for number, name in rare:
-        others = [
-            other
+        others = {
+            last_name(other): other
             for other, n in words.items()
             if n >= IMBALANCE * number
             and abs(len(other) - len(name)) <= 1
             and other.casefold() != name.casefold()
-        ]
-        found += [(name, other) for other in nearest_names(name, others, cutoff=SIMILARITY)[:1]]
+            and parent(other) == parent(name)
+        }
+        near = nearest_names(last_name(name), others, cutoff=SIMILARITY)[:1]
+        found += [(name, others[other]) for other in near]
     return found
 
 

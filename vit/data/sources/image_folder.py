@@ -67,15 +67,22 @@ class FolderLayout:
         self.findings.append(Problem(kind, text, (*map(str, folders),)))
 
 
-def find_layout(root: Path, *, group: str | None = None, labels: bool = True) -> FolderLayout:
+def find_layout(
+    root: Path, *, group: str | None = None, labels: bool = True, nested: bool = False
+) -> FolderLayout:
     """The layout of an image folder; without `labels`, its folders are splits or nothing.
 
     `group` is that of `DatasetSpec`: folders that it tells apart are groups, and no classes.
+    `nested` folders that are no splits are levels of classes.
     """
     FolderWalker(str(root)).subfolders(str(root))
     for cached in (_names, _names_only):
         cached.cache_clear()
-    layout = _find(root, root, group, labels=labels)
+    if nested:
+        names = _names(root)
+        layout = _split_folders(root, names, nested=True) or FolderLayout({"": _split(root, names)})
+    else:
+        layout = _find(root, root, group, labels=labels)
     for path in (root / name for name in SPLIT_NAMES if (root / name).is_file()):
         layout.say("split_is_file", f"{printable(path)} is a file, not a folder; {LAYOUT}", path)
     return layout
@@ -88,7 +95,9 @@ def _find(folder: Path, root: Path, group: str | None, *, labels: bool = True) -
     return next((one for one in found if one), FolderLayout({"": _split(folder, names)}))
 
 
-def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayout | None:
+def _split_folders(
+    folder: Path, names: Sequence[str], *_: object, nested: bool = False
+) -> FolderLayout | None:
     """Splits of the usual names; or of others, or beside the class folders of training.
 
     Each of the latter holds at least two classes of training, or no folders; and folders beside
@@ -102,7 +111,7 @@ def _split_folders(folder: Path, names: Sequence[str], *_: object) -> FolderLayo
     paths = {split: folder / name for split, name in pairs}
     if not paths or len(paths) < len(pairs):
         return None
-    inner = {split: _only_folder(path) for split, path in paths.items()}
+    inner = {split: path if nested else _only_folder(path) for split, path in paths.items()}
     train_folder = inner.get("train", folder)
     if train_folder != paths.get("train", folder) and len(_names_only(train_folder)) > 1:
         paths = inner  # such as train/train/CLASS
@@ -307,7 +316,8 @@ UNLABELLED = (
 def read_folder(spec: DatasetSpec) -> DatasetIndex:
     """Index an image folder."""
     root, notes = resolve_folder(spec.data)
-    layout = find_layout(root, group=spec.group, labels=spec.labels)
+    nested = spec.nested and spec.labels and spec.taxonomy is None
+    layout = find_layout(root, group=spec.group, labels=spec.labels, nested=nested)
     if not spec.labels and any(one.parent == root for one in layout.splits.values()):
         layout = FolderLayout({"": SplitFolders(root)})
     for one in layout.findings:
@@ -328,7 +338,7 @@ def read_folder(spec: DatasetSpec) -> DatasetIndex:
         if not spec.labels:
             splits[name] = read_unlabelled(folders.parent, walker)
             continue
-        classes = read_classes(folders, walker, spec)
+        classes = read_classes(folders, walker, spec, nested=nested)
         if spec.optional_labels and walker.left_out["loose_picture"]:
             raise DataError(f"{folders.parent} has images outside of class folders")
         if spec.split is None and name in ("train", ""):
@@ -362,8 +372,10 @@ def read_unlabelled(folder: Path, walker: FolderWalker) -> list[ImageRecord]:
     return [ImageRecord(path, ()) for path in paths]
 
 
-def read_classes(folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec) -> ImagesByClass:
-    """The images of each class of a split, which are sorted by name."""
+def read_classes(
+    folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec, *, nested: bool = False
+) -> ImagesByClass:
+    """The images of each class of a split, sorted by name; of `nested` folders, by path."""
     parent = folders.parent
     walker.class_folders(str(parent), {label for label, _ in folders.classes})
     loose = walker.loose_images(str(parent))
@@ -380,7 +392,12 @@ def read_classes(folders: SplitFolders, walker: FolderWalker, spec: DatasetSpec)
         except DataError as error:
             skip_or_raise(spec.problems, "folder_unreadable", error, str(folder))
             continue
-        images.setdefault(label, []).extend(paths)
+        if not (nested and paths):
+            images.setdefault(label, []).extend(paths)
+            continue
+        for path in paths:
+            inside = Path(path).parent.relative_to(parent).as_posix()
+            images.setdefault(inside, []).append(path)
     return images
 
 

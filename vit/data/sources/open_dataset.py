@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vit.class_tree import SEPARATOR, ClassTree, by_last_name
 from vit.config.data_config import BY_NUMBER
 from vit.data.dataset_types import (
     NO_LABEL,
@@ -26,6 +27,7 @@ from vit.data.dataset_types import (
 )
 from vit.data.image_archives import is_inside, relative
 from vit.data.sources import builtin_datasets
+from vit.data.sources.dataset_problem import skip_or_raise
 from vit.data.sources.dataset_spec import (
     LAYOUT,
     TEST,
@@ -58,6 +60,7 @@ from vit.data.sources.tar_shards import (
     shard_files,
     shards_in_folder,
 )
+from vit.data.sources.taxonomy_file import read_taxonomy
 from vit.data.sources.train_val_split import (
     Fold,
     groups_of_records,
@@ -143,7 +146,35 @@ def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
 
 def read_source(spec: DatasetSpec) -> DatasetIndex:
     """Index the images of any source, with what lists beside it leave out and label."""
-    return apply_review(*read_whole_source(spec))
+    index = apply_review(*read_whole_source(spec))
+    return _with_paths(index, spec) if spec.nested and spec.labels else index
+
+
+def _with_paths(index: DatasetIndex, spec: DatasetSpec) -> DatasetIndex:
+    """`index` with classes that are paths: those of the tree `spec.taxonomy`, or its own."""
+    tree = {} if spec.taxonomy is None else read_taxonomy(spec.taxonomy)
+    nodes, places = {*tree.values()}, dict[str, list[str]]()
+    splits: dict[str, list[ImageRecord]] = {}
+
+    def is_node(name: str) -> bool:
+        return name in nodes if tree else all(part.strip() for part in name.split(SEPARATOR))
+
+    for split, records in index.splits.items():
+        splits[split] = []
+        for record in records:
+            labels = tuple(tree.get(name, name) for name in record.labels)
+            if all(map(is_node, labels)):
+                splits[split].append(record._replace(labels=labels))
+            for name in itertools.filterfalse(is_node, labels):
+                places.setdefault(name, []).append(record.path)
+    lines = locate_in_lists(spec, {paths[0] for paths in places.values()}) if places else {}
+    for name, (first, *more) in places.items():
+        why = "has an empty level; name it"
+        if tree:
+            why = f"is no node of {spec.taxonomy}; correct it, or add it{nearest(name, tree)}"
+        error = DataError(printable(f"{lines.get(first, first)}: the class {name!r} {why}"))
+        skip_or_raise(spec.problems, "bad_label", error, first, *more)
+    return dataclasses.replace(index, splits=splits)
 
 
 def read_whole_source(spec: DatasetSpec) -> tuple[DatasetIndex, DatasetSpec]:
@@ -425,10 +456,34 @@ def open_eval_split(
         records, left_out = _without_classes(records, unshared_classes, location)
         notes += left_out
     shared = tuple(one for one in classes if _normalised(one) not in unshared_classes)
+    below: list[ImageRecord] = []
+    if spec.nested:
+        records, below = _below_known_nodes(records, shared)
     records, more = _relabel(records, shared, index, location, owner="the model")
-    if not records:
+    if not records and not below:
         raise DataError(f"{location}: no images; {LAYOUT}")
-    return _samples(records, tuple(classes), index, spec), tuple(notes + more)
+    samples = _samples(records, tuple(classes), index, spec)
+    if below:
+        names = join_names(dict.fromkeys(one.labels[0] for one in below))
+        images = plural(len(below), "image")
+        more.append(f"{images} of classes that the model lacks count in its tree only: {names}")
+        samples += tuple(Sample(one.path, NO_LABEL, node=one.labels[0]) for one in below)
+    return samples, tuple(notes + more)
+
+
+def _below_known_nodes(
+    records: Sequence[ImageRecord], classes: Sequence[str]
+) -> tuple[list[ImageRecord], list[ImageRecord]]:
+    """The records, with plain names as paths; and those of other classes in the same tree."""
+    tree, known = ClassTree(classes), {*map(_normalised, classes)}
+    last = by_last_name(classes)
+    found: tuple[list[ImageRecord], list[ImageRecord]] = [], []
+    for record in records:
+        name = record.labels[0]
+        path = name if _normalised(name) in known else last.get(name, name)
+        is_new = _normalised(path) not in known and bool(tree.known(path))
+        found[is_new].append(record._replace(labels=(path,)))
+    return found
 
 
 def _without_classes(
@@ -450,8 +505,9 @@ def _without_classes(
     return others, [f"{images} left out, of classes that only some models have: {listed}"]
 
 
-def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes"]:
-    """What the columns `spec.target` of a list hold, in all of its splits: texts are classes.
+def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes", "paths"]:
+    """What the columns `spec.target` of a list hold, in all of its splits: texts are classes, and
+    paths if all have a `/`.
 
     A text in a column of which more than 90 % are numbers is an error; so are several of texts.
     """
@@ -459,12 +515,14 @@ def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes"]:
     if source_of(spec.data, numbers=spec.numbers) != "list":
         read_source(spec)  # refuses it
     numbers, errors = [0] * len(spec.target), [list[DataError]() for _ in spec.target]
+    paths = True
     for row, cells, path in target_cells(spec):
         for place, (name, value) in enumerate(zip(spec.target, cells, strict=True)):
             cell = split_cell(value, is_table=row.is_table)
             numbers[place] += cell.number is not None
             if cell.number is None and cell.error:
                 errors[place].append(wrong(path, f"{name}: {cell.error}", row.line))
+                paths = paths and SEPARATOR in str(value)
     for name, count, found in zip(spec.target, numbers, errors, strict=True):
         if not count and not found:
             raise DataError(f"target={name}: all cells of {spec.data} are empty; fill them in")
@@ -475,7 +533,9 @@ def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes"]:
                 f"target={','.join(spec.target)}: {name} has texts, and several columns of texts "
                 "are not supported yet; give columns of numbers, or one of texts"
             )
-    return "classes" if any(errors) else "numbers"
+    if not any(errors):
+        return "numbers"
+    return "paths" if paths and not any(numbers) else "classes"
 
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:

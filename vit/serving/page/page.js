@@ -273,6 +273,12 @@ function showRow(card) {
     caption.hidden = false;
     caption.title = `log probability ${row.score.toFixed(3)}`;
   }
+  const node = card.model.answers.length ? undefined : row.answer;
+  if (node !== undefined) {
+    const answer = element.querySelector(".caption");
+    answer.textContent = node === null ? "unknown" : `${node} ${scoreText(card.model, row.answer_score)}`;
+    answer.hidden = false;
+  }
   const predictions = row.predictions || [];
   const largest = card.model.probabilities ? 1 : Math.max(...predictions.map((p) => Math.abs(p.score)), 1e-9);
   element.querySelector(".bars").replaceChildren(...predictions.map((prediction) => {
@@ -292,7 +298,7 @@ function showRow(card) {
   element.querySelector(".explain").hidden = !card.model.explains;
   element.querySelector(".copy").hidden = false;
   const [bar] = element.querySelectorAll(".bars li");
-  const best = row.caption ?? (bar && [".label", ".score"].map((part) => bar.querySelector(part).textContent).join(", "));
+  const best = row.caption ?? node ?? (bar && [".label", ".score"].map((part) => bar.querySelector(part).textContent).join(", "));
   if (best) say(`${card.file.name || "pasted image"}: ${note || best}`);
 }
 

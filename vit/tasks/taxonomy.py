@@ -1,0 +1,168 @@
+"""Taxonomies: classes whose names are paths in a tree, such as Animalia/Mammalia/Felidae.
+
+    loss       cross-entropy over all classes; a node has the sum of the probabilities under it
+    answer     the deepest node whose calibrated probability reaches the threshold
+
+benchmarks/taxonomy.py has this loss beside a softmax at each node.
+
+Source: Bertinetto et al., "Making Better Mistakes", section 3, arXiv:1912.09393, which has both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit.class_tree import TARGET, ClassTree, ancestors, depth, distance
+from vit.config import Config
+from vit.data.dataset_types import NO_LABEL, Sample, Splits
+from vit.data.sources.dataset_spec import DatasetSpec
+from vit.errors import ConfigError
+from vit.evaluation.intervals import number_groups
+from vit.evaluation.taxonomy_metrics import NodeOutcomes
+from vit.evaluation.temperature_scaling import scale_logits
+from vit.output.prediction_results import ImageOutput
+from vit.score_calibration import node_threshold
+from vit.tasks.classification import ClassEvaluation, Classification, ClassTally
+from vit.tasks.finished_run import FinishedRun
+from vit.tasks.task import Event, TrainingRun, one_class_needed
+from vit.text import Notify
+
+
+class TaxonomyTask(Classification):
+    """Single-label classification whose classes are the nodes of a tree."""
+
+    tree: ClassTree | None = None
+
+    def dataset_spec(self, config: Config) -> DatasetSpec:
+        """Images with classes that are paths."""
+        return replace(super().dataset_spec(config), nested=True)
+
+    def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
+        """Refuse several classes an image, and classes without a tree."""
+        if splits.multilabel:
+            raise one_class_needed(config, "give each one class")
+        if all(depth(name) == 1 for name in splits.classes):
+            raise ConfigError(
+                "task=taxonomy: no class is under another, such as Animalia/Felidae; give nested "
+                "folders, a list of paths, or the tree with --taxonomy TREE"
+            )
+        return config, splits
+
+    def with_data(self, config: Config, splits: Splits | None) -> "TaxonomyTask":
+        """The task with the tree."""
+        task = super().with_data(config, splits)
+        assert isinstance(task, TaxonomyTask)
+        task.tree = None if splits is None else ClassTree(splits.classes)
+        return task
+
+    def summary(self, config: Config, splits: Splits) -> list[str]:
+        """The number of images, and the size of the tree."""
+        tree = ClassTree(splits.classes)
+        levels = max(map(depth, tree.nodes))
+        return [*super().summary(config, splits), f"tree: {len(tree.nodes)} nodes, {levels} levels"]
+
+    def format_scores(self, event: Event) -> str:
+        """Accuracy of classes and of the first level, and the mean distance of the best class."""
+        return (
+            f"{super().format_scores(event)}  level 1 {event['val_level1']:.2%}  "
+            f"distance {event['val_distance']:.3g}"
+        )
+
+    def calibration_settings(self, classes: Sequence[str]) -> dict[str, Any]:
+        """The tree, and the precision of its answers."""
+        return {"tree": ClassTree(classes), "target_precision": TARGET}
+
+    def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
+        """Classes that are paths."""
+        return replace(spec, nested=True)
+
+    def check_samples(self, samples: Sequence[Sample], where: str) -> None:
+        """Refuse multi-label images."""
+        super().check_samples([one for one in samples if not one.node], where)
+
+    def evaluation(self, model: Any, samples: Sequence[Sample], notify: Notify) -> "NodeEvaluation":
+        return NodeEvaluation(samples, model.classes, node_threshold(model.calibration))
+
+    def node_rows(self, run: FinishedRun) -> list[dict[str, Any]]:
+        """Images, accuracy and answers of each node, of calibrated scores."""
+        found, calibration, classes = (
+            run.validation_logits,
+            run.loaded.calibration,
+            run.splits.classes,
+        )
+        logits = found.logits.double()
+        if calibration is not None:
+            logits = scale_logits(logits, calibration.temperature, calibration.exponent)
+        nodes = NodeOutcomes(ClassTree(classes), node_threshold(calibration))
+        nodes.add(logits.softmax(dim=1), [classes[label] for label in found.labels.tolist()])
+        return nodes.node_rows()
+
+    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
+        """The task."""
+        return {"task": config.training.task}
+
+    def tally(self, samples: Sequence[Sample]) -> "NodeTally":
+        assert self.tree is not None
+        return NodeTally(self.tree)
+
+
+class NodeEvaluation(ClassEvaluation):
+    """Scores of classes, and those of nodes, which images of unknown classes have too."""
+
+    def __init__(self, samples: Sequence[Sample], classes: Sequence[str], threshold: float) -> None:
+        super().__init__(samples, classes)
+        self.nodes = NodeOutcomes(ClassTree(classes), threshold)
+        self.placed: list[int] = []
+
+    def add(self, outputs: Sequence[ImageOutput], first: int) -> None:
+        super().add(outputs, first)
+        samples = self.samples[first : first + len(outputs)]
+        rows = [
+            (place, sample.node or self.classes[sample.label], output.probabilities)
+            for place, (output, sample) in enumerate(zip(outputs, samples, strict=True), first)
+            if output.probabilities is not None and (sample.node or sample.label != NO_LABEL)
+        ]
+        if rows:
+            places, names, probabilities = zip(*rows, strict=True)
+            self.placed += places
+            self.nodes.add(torch.from_numpy(np.stack(probabilities)), names)
+
+    def scores(self) -> dict[str, Any]:
+        """The metrics of classes, with those of the levels and of the answers."""
+        scores = super().scores()
+        if self.brief or not self.placed:
+            return scores
+        groups = None
+        if self.groups is not None:
+            groups = number_groups([self.groups[place] for place in self.placed])
+        return {**(scores or {"count": 0, "top1": None}), **self.nodes.scores(groups)}
+
+
+class NodeTally(ClassTally):
+    """The scores of classes, the accuracy of the first level, and distances in the tree."""
+
+    def __init__(self, tree: ClassTree) -> None:
+        super().__init__(len(tree.classes))
+        self.tree = tree
+        tops = [tree.nodes[place] for place in tree.level(1)]
+        self.top = torch.tensor([tops.index(ancestors(name)[0]) for name in tree.classes])
+        self.sums = torch.cat([self.sums.new_zeros(2), self.sums])
+
+    def row(self, logits: Tensor, labels: Tensor) -> Tensor:
+        names, answers = self.tree.classes, logits.argmax(dim=1)
+        pairs = zip(labels.tolist(), answers.tolist(), strict=True)
+        apart = sum(distance(names[label], names[answer]) for label, answer in pairs)
+        tops = logits.new_zeros(len(logits), 1 + int(self.top.max()))
+        found = tops.index_add(1, self.top, logits.softmax(dim=1)).argmax(dim=1)
+        first = torch.tensor([apart, int((found == self.top[labels]).sum())]).double()
+        return torch.cat([first, super().row(logits, labels)])
+
+    def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
+        """Those of classes, which rank epochs, and those of the tree."""
+        apart, found, *rest = totals
+        scores = super().scores(run, rest)
+        return {**scores, "val_level1": found / totals[-1], "val_distance": apart / totals[-1]}
