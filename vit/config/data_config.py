@@ -20,6 +20,8 @@ BY_NUMBER = "numbers"
 """Value of `order`: grades are numbers, the lowest first."""
 ENDS = ("low", "high")
 """What follows the name of a target in the columns of its interval."""
+CHOICE_ENDS = ("score", "set")
+"""The same of the probability of its class, and of its prediction set."""
 WHOLE = ("pad", "native")
 """Values of `resize` that keep the whole image."""
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
@@ -68,10 +70,12 @@ class SourceConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = [name.lower() for name in self.target]
-        answers = ["image", "error", *(f"{name}_{end}" for name in names for end in ENDS)]
+        ends = (*ENDS, *CHOICE_ENDS)
+        answers = ["image", "error", *(f"{name}_{end}" for name in names for end in ends)]
         if len({*names, *answers}) < len(names) + len(answers):
             self.refuse(
-                "target", "answers have image, error, NAME_low and NAME_high; name each once"
+                "target",
+                "answers have image, error, NAME_low, _high, _score and _set; name each once",
             )
 
 

@@ -24,6 +24,7 @@ TASKS: dict[str, str] = {
     "multilabel": "vit.tasks.multilabel:MultiLabel",
     "ordinal": "vit.tasks.ordinal:Ordinal",
     "regression": "vit.tasks.regression:Regression",
+    "attributes": "vit.tasks.attributes:Attributes",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
     "simclr": "vit.tasks.simclr:SimCLR",
@@ -39,7 +40,7 @@ AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
 TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
-SMOOTHED = (*CLASSIFIED, "ordinal", *CAPTION_TASKS)
+SMOOTHED = (*CLASSIFIED, "ordinal", "attributes", *CAPTION_TASKS)
 VIEWS = ("simclr", "lejepa", "dino")
 """Tasks that compare views of an image."""
 LOCAL = ({"local_views": ON},)

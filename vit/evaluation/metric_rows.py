@@ -33,6 +33,7 @@ class Metric(NamedTuple):
 
 
 METRICS = {
+    "score": Metric("score", note="mean of the accuracy of choices and the R² of numbers"),
     "map": Metric("mAP"),
     "mae": Metric("MAE", share=False, note="mean absolute error", in_units=True),
     "rmse": Metric("RMSE", share=False, note="root of the mean squared error", in_units=True),

@@ -103,7 +103,7 @@ def evaluate(
     predictor = open_evaluated(model, **vars(inference), notify=notify)
     score = predictor.task.metric.removeprefix("val_")
     score = CLASSIFIER_SCORES.get(score, score)
-    if config.page and score not in (*CLASSIFIER_SCORES, "mae"):
+    if config.page and score not in (*CLASSIFIER_SCORES, "mae", "score"):
         raise ConfigError("html: pages show classifiers and numbers; --json FILE has all scores")
     if config.corruptions and score not in CLASSIFIER_SCORES:
         raise ConfigError(
@@ -287,8 +287,9 @@ class EvaluationRows:
         if name == "references":
             return sample.captions
         if self.predictor.answers is not None:
-            number = sample.numbers[self.truth.index(name)]
-            return None if math.isnan(number) else number
+            target = self.truth.index(name)
+            truth: Truth = self.predictor.answers.truth(target, sample.numbers[target])
+            return truth
         if name == "true_labels":
             return tuple(self.names[label] for label in sample.labels)
         if sample.label == NO_LABEL:

@@ -344,7 +344,7 @@ class Predictor:
         return predictions
 
     def _answer(self, output: ImageOutput, sets: float | None) -> Prediction:
-        """The numbers of an image."""
+        """The numbers and choices of an image."""
         if output.probabilities is None:
             return Prediction(output.image, error=output.error)
         cells = self.answers.row(output.probabilities.tolist(), sets)

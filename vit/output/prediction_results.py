@@ -81,8 +81,9 @@ class Prediction:
     Args:
         predictions: (label, probability) pairs, the most probable first; empty if the image cannot
             be read, and from a network without classes.
-        answers: Numbers by column of a row, in units, with the ends of their intervals; empty if
-            the image cannot be read, and from another network.
+        answers: Numbers by column of a row, in units, with the ends of their intervals, and choices
+            with their probabilities and sets; empty if the image cannot be read, and from another
+            network.
         error: Reason of a failure, or None; that of an explanation leaves the predictions.
         captions: The best first; empty if the image cannot be read, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
@@ -100,7 +101,7 @@ class Prediction:
     captions: "tuple[Caption, ...]" = ()
     embedding: Any = field(default=None, repr=False, compare=False)
     truth: "Mapping[str, Truth]" = field(default_factory=dict, repr=False, hash=False)
-    answers: Mapping[str, float] = field(default_factory=dict, hash=False)
+    answers: Mapping[str, float | str | tuple[str, ...]] = field(default_factory=dict, hash=False)
     unknown: str | None = None
     prediction_set: tuple[str, ...] = ()
 
@@ -280,7 +281,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     image may have several classes: labels, scores, both with | between them. After the image come
     the cells of a list, and `Prediction.truth`; before the error `unknown` and `set`.
     """
-    if layout.sets or layout.multilabel:
+    if layout.sets or layout.multilabel or any(one.endswith("_set") for one in layout.answers):
         for name in layout.classes:
             if BETWEEN in name:
                 raise ConfigError(
@@ -305,7 +306,10 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         else:
             row += chain(*prediction.predictions)
             row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
-            row += prediction.answers.values()
+            row += [
+                BETWEEN.join(one) if isinstance(one, tuple) else one
+                for one in prediction.answers.values()
+            ]
             for caption in prediction.captions:
                 row += [caption.text, caption.score]
             row += [None] * (len(header) - len(row))
@@ -412,7 +416,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
         found = zip(prediction.answers.values(), answer_widths, strict=False)
-        cells += [f"{value:{width}.5g}" for value, width in found]
+        cells += [answer_text(value, width) for value, width in found]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -431,6 +435,13 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)
     return "  ".join(header).rstrip() + "\n", line
+
+
+def answer_text(value: float | str | tuple[str, ...], width: int) -> str:
+    """A number of a table at the right of its column, a class at the left."""
+    if isinstance(value, float):
+        return f"{value:{width}.5g}"
+    return pad(printable(value if isinstance(value, str) else BETWEEN.join(value)), width)
 
 
 def column_width(*names: str) -> int:

@@ -102,6 +102,10 @@ class DatasetSpec:
     """The classes in their order, or BY_NUMBER; sorted by name without."""
     units: tuple[str, ...] = ()
     """Units that the numbers are expected in; those without one are taken to be."""
+    texts: tuple[str, ...] | None = ()
+    """Columns of `target` whose cells are names of classes; None: what the cells hold decides."""
+    choices: tuple[tuple[str, ...], ...] = ()
+    """Classes of each of `target`, those of a network; none of a column of numbers."""
     problems: Problems = field(default=None, compare=False)
     """Receives what is wrong, which is skipped; None: the first error is raised."""
 
