@@ -64,6 +64,13 @@ class NumberAnswers:
             raise ConfigError("answers must have a unit, mean, deviation and log for each target")
 
     @property
+    def kind(self) -> str:
+        """What the network does, for errors about options of classifiers."""
+        if self.classes:
+            return "answers several questions, and this is for classes of one"
+        return "answers with numbers and has no classes"
+
+    @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
         """The classes of each target, none of a number."""
         return self.classes or ((),) * len(self.names)

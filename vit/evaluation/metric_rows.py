@@ -39,7 +39,7 @@ METRICS = {
     "rmse": Metric("RMSE", share=False, note="root of the mean squared error", in_units=True),
     "r2": Metric("R²", share=False, note="share of the variance that is explained"),
     "spearman": Metric("Spearman", share=False, note="correlation of ranks"),
-    "coverage": Metric("coverage", note="share of the values in their 90 % interval"),
+    "coverage": Metric("coverage", note="share of the values in their 90 % interval or set"),
     "kappa": Metric("weighted kappa", share=False),
     "top1": Metric("top-1", of_images=True),
     "top5": Metric("top-5", of_images=True),

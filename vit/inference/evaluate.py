@@ -43,7 +43,6 @@ from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
-    NUMBERS,
     ImageOutput,
     Layout,
     Truth,
@@ -253,7 +252,7 @@ class EvaluationRows:
             self.truth.append("references")
         classes = predictor.classes
         if answers is not None:
-            check_classes((), NUMBERS, top_k=config.top_k, all_scores=config.all_scores)
+            check_classes((), answers.kind, top_k=config.top_k, all_scores=config.all_scores)
         columns = [f"{CLASS_SCORE}{name}" for name in classes] if config.all_scores else []
         self.scored = {name: index for index, name in enumerate(columns)}
         self.truth += self.scored

@@ -48,8 +48,8 @@ BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
-CAPTIONS, NUMBERS = "writes captions", "answers with numbers"
-"""What a network without classes does."""
+CAPTIONS = "writes captions and has no classes"
+"""What a captioner does."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def check_classes(classes: Sequence[str], kind: str = CAPTIONS, **flags: Any) ->
         if value not in (None, False) and not classes:
             captions = ", or ask for several captions with --beams and --n-best"
             raise ConfigError(
-                f"{flag}={value}: this network {kind} and has no classes; "
+                f"{flag}={value}: this network {kind}; "
                 f"leave it out{captions if flag == 'top_k' and kind == CAPTIONS else ''}"
             )
 
@@ -438,10 +438,10 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
 
 
 def answer_text(value: float | str | tuple[str, ...], width: int) -> str:
-    """A number of a table at the right of its column, a class at the left."""
+    """A number or classes in a table, at the right of the column."""
     if isinstance(value, float):
         return f"{value:{width}.5g}"
-    return pad(printable(value if isinstance(value, str) else BETWEEN.join(value)), width)
+    return pad_left(printable(value if isinstance(value, str) else BETWEEN.join(value)), width)
 
 
 def column_width(*names: str) -> int:
