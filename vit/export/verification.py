@@ -315,7 +315,8 @@ def verify(
     runner = None if exported is None else open_exported(exported, engine, batch_size)
     source = model if runner is None else run or named_source(model, runner)
     loaded = load_model(source, notify=notify)
-    if runner is not None and runner.calibration is None:
+    scaled = runner is not None and runner.answers is not None and runner.answers.scaling
+    if runner is not None and runner.calibration is None and not scaled:
         loaded = loaded.without_calibration()  # as --no-calibration exported it
     with comparison_images(Path(source), loaded, found, notify) as paths:
         reference = by_reference_code(loaded, paths)

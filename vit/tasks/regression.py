@@ -150,6 +150,8 @@ class Regression(Task):
 
     def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
         """The columns that the network was trained on."""
+        if spec.label_column == ",".join(spec.target):  # of classes, in a training's settings
+            spec = replace(spec, label_column=None)
         if (answers := self.answers) is None:
             return replace(spec, target=tuple(outputs), labels=False)
         pairs = zip(answers.names, answers.choices, strict=True)
