@@ -152,6 +152,8 @@ class DataConfig(SourceConfig):
         super().__post_init__()
         if self.order != (BY_NUMBER,) and 0 < len({*self.order}) < max(2, len(self.order)):
             self.refuse("order", "give all grades, each once, or --order alone for numbers")
+        if self.order and len(self.target) > 1:
+            self.refuse("order", "grades are of one column; give one --target")
         if self.tiles and not (len(self.tiles) < 3 and self.tile_overlap < self.tiles[0]):
             self.refuse("tiles", "give SIZE, or SIZE,OVERLAP with an overlap below the size")
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):

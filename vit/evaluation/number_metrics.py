@@ -110,8 +110,9 @@ def summarize_targets(
             held |= values.argmax(1) == wanted
         else:
             scores = summarize_numbers(values[:, 0], wanted, some, brief=brief)
-            ends = torch.tensor([answers.interval(target, one, level or 0) for one in values[:, 0].tolist()]).view(-1, 2)
-            held = (ends[:, 0] <= wanted) & (wanted <= ends[:, 1])
+            ends = [answers.interval(target, one, level or 0) for one in values[:, 0].tolist()]
+            low, high = torch.tensor(ends, dtype=torch.float64).view(-1, 2).T
+            held = (low <= wanted) & (wanted <= high)
         if level is not None and len(values):
             scores["coverage"] = int(held.sum()) / len(values)
         questions[name] = scores

@@ -98,7 +98,7 @@ class AttributeTally:
         outputs = forward(run, images, batch.sizes).to(run.dtype).cpu()
         loss = self.task.losses(outputs, batch.labels).double().sum()[None]
         values, labels = self.units(outputs.double()), batch.labels.double()
-        rows = [self.moments(target, values, labels[:, target]) for target in range(labels.shape[1])]
+        rows = [self.moments(n, values, one) for n, one in enumerate(labels.unbind(1))]
         self.sums += torch.cat([loss, *rows, torch.tensor([len(outputs)]).double()])
 
     def moments(self, target: int, values: Tensor, labels: Tensor) -> Tensor:

@@ -247,9 +247,7 @@ class ClassEvaluation(Evaluation):
         if not self.outcomes:
             return {}
         outcomes = Outcomes.cat(self.outcomes)
-        return summarize_classes(
-            outcomes, self.classes, self.measured_groups(), brief=self.brief
-        )
+        return summarize_classes(outcomes, self.classes, self.measured_groups(), brief=self.brief)
 
 
 class ClassTally:

@@ -30,8 +30,8 @@ from vit.evaluation.number_metrics import (
     summarize_numbers,
     summarize_targets,
 )
-from vit.number_answers import COVERAGE, NumberAnswers
 from vit.evaluation.temperature_scaling import MIN_IMAGES, Scaling, fit_temperature, scale_logits
+from vit.number_answers import COVERAGE, NumberAnswers
 from vit.output.prediction_results import ImageOutput
 from vit.tasks.task import Evaluation, Event, Tally, Task, TrainingRun, forward
 from vit.text import Notify, join_names, printable
@@ -372,7 +372,7 @@ def residuals(
     for n, (part, classes) in enumerate(zip(answers.parts, answers.choices, strict=True)):
         there, own = ~labels[:, n].isnan(), outputs[:, part]
         if not classes:
-            apart[:, n] = (own[:, 0] - standard[:, n]).abs() * answers.std[n]
+            apart[:, n] = (own[:, 0] - standard[:, n]).abs() * torch.tensor(answers.std)[n]
             scaling.append(Scaling())
             continue
         logits, true = own[there], labels[there, n].long()
