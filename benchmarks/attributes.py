@@ -37,9 +37,22 @@ COLOURS = {
 SIZES = {"small": (9, 11), "middle": (14, 16), "large": (20, 23)}
 QUESTIONS = ("shape", "colour", "size")
 SETTINGS: dict[str, Any] = {
-    **dict(image_size=32, patch_size=8, stem="conv", dim=64, depth=3, num_heads=2, hidden_dim=128),
-    **dict(batch_size=32, lr=2e-3, warmup_epochs=1, smoothing=0.0, workers=0, device="cpu"),
-    **dict(cache="ram", random_crop="simple", hflip=0.0),
+    "image_size": 32,
+    "patch_size": 8,
+    "stem": "conv",
+    "dim": 64,
+    "depth": 3,
+    "num_heads": 2,
+    "hidden_dim": 128,
+    "batch_size": 32,
+    "lr": 2e-3,
+    "warmup_epochs": 1,
+    "smoothing": 0.0,
+    "random_crop": "simple",
+    "hflip": 0.0,
+    "cache": "ram",
+    "workers": 0,
+    "device": "cpu",
     **dict.fromkeys(("mixup", "cutmix", "erase", "color_jitter"), 0.0),
 }
 """Of all runs alike."""

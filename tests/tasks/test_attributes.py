@@ -126,7 +126,7 @@ def test_a_row_has_classes_with_probabilities_and_sets_on_request(run, measured)
         assert found[0] == row["colour"]
         assert [*found] == sorted(found, key=names.get, reverse=True)
         held += [row["true_colour"] in found] * (row["true_colour"] is not None)
-    assert np.mean(held) == pytest.approx(scores["questions"]["colour"]["coverage"])
+    assert np.mean(held) == pytest.approx(scores["questions"]["colour"]["set_coverage"])
     assert np.mean(held) >= 0.85  # of the images that measured it
 
 

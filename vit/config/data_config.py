@@ -53,7 +53,7 @@ class SourceConfig(Section):
     label_column: str | None = None
     """Class column of a list; found by its usual names when left empty."""
     target: tuple[str, ...] = setting((), tasks=LABEL_TASKS)
-    """Columns of a list that are asked of an image: numbers, or the classes."""
+    """Columns of a list that are asked of an image: numbers, the classes, or several of both."""
     caption_column: str | None = None
     """Caption column of a list or table; found by its usual names when left empty."""
     allow_outside: bool = False

@@ -51,7 +51,8 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
-    """Task: one class an image, any number, captions, both, grades, numbers; or no labels."""
+    """Task: one class an image, any number, captions, both, grades, numbers, several questions; or
+    no labels."""
     model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)

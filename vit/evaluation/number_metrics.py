@@ -87,9 +87,9 @@ def summarize_targets(
     """Scores of one target; of several the mean error by the standard deviations of the training
     images, and the scores of each under `questions`; with choices the mean `score` instead.
 
-    `coverage` is the share of true numbers in the interval, or of true classes in the set, where
-    the network has intervals. `score` is the mean over targets of the top-1 of a choice, and of the
-    R2 of a number, at least 0.
+    `coverage` is the share of true numbers in the interval, `set_coverage` of true classes in the
+    set, where the network has them. `score` is the mean over targets of the top-1 of a choice, and
+    of the R2 of a number, at least 0.
 
     Args:
         predicted: Numbers in units, probabilities of classes, (images, outputs) float64.
@@ -114,7 +114,7 @@ def summarize_targets(
             low, high = torch.tensor(ends, dtype=torch.float64).view(-1, 2).T
             held = (low <= wanted) & (wanted <= high)
         if level is not None and len(values):
-            scores["coverage"] = int(held.sum()) / len(values)
+            scores["set_coverage" if classes else "coverage"] = int(held.sum()) / len(values)
         questions[name] = scores
     if answers.classes:
         known = [one["top1"] if "top1" in one else one.get("r2") for one in questions.values()]
