@@ -1,7 +1,7 @@
 """Attributes: several questions of an image in one network, choices and numbers.
 
-    loss       mean over targets of the cross-entropy of a choice, and of Huber(output, z) / delta of
-               a number as in regression; an image lacks a target whose cell is empty
+    loss       mean over targets of the cross-entropy of a choice, and of Huber(output, z) / delta
+               of a number as in regression; an image lacks a target whose cell is empty
     val_score  mean over targets of the top-1 of a choice, and of the R2 of a number, at least 0
 
 The head is one matrix whose outputs are those of all targets side by side.
