@@ -14,7 +14,16 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "features.md"
 SUPPORT = {
-    "task": ("classify", "multilabel", "caption", "ordinal", "taxonomy", "regression", "pretrain"),
+    "task": (
+        "classify",
+        "multilabel",
+        "caption",
+        "ordinal",
+        "taxonomy",
+        "regression",
+        "attributes",
+        "pretrain",
+    ),
     "data": ("folder", "list", "shards", "hub", "builtin"),
     "engine": ("torch", "onnx", "openvino", "export"),
 }
@@ -24,8 +33,10 @@ ROUNDING = 50
 TOLERANCE = 0.1
 """Share by which lines on the page may differ from those of the code, or ROUNDING lines."""
 TASKS, DATA = " ".join(SUPPORT["task"]), " ".join(SUPPORT["data"])
-LABELS = "classify multilabel caption ordinal taxonomy regression"
-CLASSES = "classify multilabel ordinal taxonomy"
+LABELS, CLASSES = (
+    "classify multilabel caption ordinal taxonomy regression attributes",
+    "classify multilabel ordinal taxonomy",
+)
 FILES = "onnx openvino"
 
 
@@ -95,7 +106,11 @@ CAPABILITIES: Sequence[Capability] = (
         "Numbers",
         "tasks/regression number_answers evaluation/number_metrics evaluation/number_page "
         "data/sources/number_columns",
-        *("train predict evaluate", "regression", "list", "torch onnx openvino"),
+        *("train predict evaluate", "regression attributes", "list", "torch onnx openvino"),
+    ),
+    Capability(
+        "Several questions", "tasks/attributes", "train predict evaluate", "attributes", "list",
+        "torch onnx openvino export",
     ),
     Capability(
         "Captions",

@@ -73,7 +73,8 @@ def ranking_metric(event: Event) -> str:
         images = event.get("val_captioned", event.get("val_images", MIN_CIDER_IMAGES))
         few = images < MIN_CIDER_IMAGES  # older runs have the number of all validation images
         return "val_loss" if few or "val_top1" in event else "val_cider"
-    return next((name for name in ("val_top1", "val_mae") if name in event), "val_loss")
+    known = ("val_top1", "val_mae", "val_score")
+    return next((name for name in known if name in event), "val_loss")
 
 
 def best_epoch(epochs: Sequence[Event]) -> Event | None:

@@ -188,6 +188,7 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
         "classify,caption": [{"val_cider": one, "val_top1": one} for one in (0.2, 0.1, 0.9)],
         "mae": [{"val_rankme": one} for one in (9.0, 7.0, 8.0)],
         "regression": [{"val_mae": one} for one in (0.2, 0.1, 0.9)],
+        "attributes": [{"val_score": one, "val_top1_kind": 0.5} for one in (0.2, 0.9, 0.3)],
     }.get(task, features)
     losses = (0.7, 0.3, 0.2)
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):

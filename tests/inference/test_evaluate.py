@@ -21,14 +21,14 @@ from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.data.sources.split_file import split_record
 from vit.errors import ConfigError, DataError, RunError
-from vit.evaluation import multilabel_metrics
+from vit.evaluation import classification_metrics, multilabel_metrics
 from vit.evaluation.intervals import number_groups, share_interval
 from vit.inference.calibrate import calibrate
 from vit.inference.compare import compare
 from vit.inference.evaluate import evaluate
 from vit.inference.evaluation_data import with_training_settings
 from vit.inference.predictor import Predictor
-from vit.tasks import classification, multilabel
+from vit.tasks import multilabel
 
 pytestmark = pytest.mark.auto_precision
 
@@ -347,7 +347,7 @@ def test_corrupted_images_have_one_interval_and_it_is_computed_once(
 ):
     """The draws of the others take longer than a small network."""
     modules = {
-        "class_intervals": classification,
+        "class_intervals": classification_metrics,
         "multilabel_intervals": multilabel,
         "map_interval": multilabel_metrics,
     }

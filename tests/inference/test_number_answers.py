@@ -15,7 +15,7 @@ from vit.inference.attribution import class_maps
 from vit.inference.predictor import Predictor
 from vit.number_answers import NumberAnswers
 from vit.tasks.regression import Regression
-from vit.weights.saved_model import ANSWERS, INTERVALS, update_run
+from vit.weights.saved_model import ANSWERS, INTERVALS, SCALING, update_run
 
 WIDTHS = {0.8: (0.25, 0.5), 0.9: (0.5, 1.0)}
 FP32 = ("--precision", "fp32")
@@ -134,3 +134,72 @@ def test_commands_of_classes_refuse_numbers(run, tiny_data, tmp_path, capsys):
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
+
+
+MIXED = NumberAnswers(
+    names=("kind", "year"),
+    units=("", ""),
+    mean=(0.0, 2000.0),
+    std=(1.0, 5.0),
+    log=(False, False),
+    classes=(("a", "b", "c"), ()),
+)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """An untrained network of a choice and a year."""
+
+    def change(head: nn.Linear) -> None:
+        nn.init.normal_(head.weight, std=0.5)
+
+    folder = tmp_path_factory.mktemp("runs") / "mixed"
+    save_untrained(folder, MIXED.outputs, "attributes", change)
+    scaling, widths = [(0.5, 1.5), (1.0, 1.0)], {0.9: (0.7, 2.0)}
+    fields = {"task": "attributes", ANSWERS: MIXED.to_dict(), INTERVALS: widths, SCALING: scaling}
+    update_run(folder, fields)
+    return folder
+
+
+def test_choices_have_their_temperature_their_sets_and_a_map_of_the_best_class(mixed, images):
+    calibrated = Predictor(mixed, device="cpu", precision="fp32")
+    raw = Predictor(mixed, device="cpu", precision="fp32", no_calibration=True)
+    for one, other, row in zip(
+        *(next(each.batches(images)) for each in (calibrated, raw)),
+        calibrated(images, sets=0.9),
+        strict=True,
+    ):
+        gaps = np.log(other.probabilities[:3]) - np.log(other.probabilities[:3].max())
+        shares = np.exp(-((-gaps / 0.5) ** 1.5))
+        shares /= shares.sum()
+        np.testing.assert_allclose(one.probabilities[:3], shares, rtol=1e-4)
+        best = int(shares.argmax())
+        assert row.answers["kind"] == "abc"[best]
+        assert row.answers["kind_score"] == pytest.approx(shares[best], rel=1e-4)
+        assert {*row.answers["kind_set"]} == {
+            name for name, share in zip("abc", shares, strict=True) if share >= 0.3
+        } | {"abc"[best]}
+        assert row.answers["year_high"] - row.answers["year"] == pytest.approx(2)
+        assert [index for index, _ in class_maps(calibrated, one)] == [best, 3]
+
+
+def test_a_spreadsheet_has_a_column_for_each_cell(mixed, images, capsys):
+    assert main(["predict", str(mixed), *images, *FP32, "--sets", "0.9", "--format", "csv"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header == "image,kind,kind_score,kind_set,year,year_low,year_high,error"
+    assert all(line.count(",") == header.count(",") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--no-calibration",)])
+def test_an_exported_file_answers_with_choices(mixed, images, words, tmp_path, capsys):
+    out = tmp_path / "net.onnx"
+    assert main(["export", str(mixed), "--out", str(out), *words]) == 0  # which verifies it
+    capsys.readouterr()
+    for ours, theirs in zip(
+        rows_of(capsys, mixed, images, *FP32, *words), rows_of(capsys, out, images), strict=True
+    ):
+        assert [*ours] == [*theirs]
+        assert ours["kind"] == theirs["kind"]
+        assert ours["kind_score"] == pytest.approx(theirs["kind_score"], abs=1e-5)
+        assert ours["year"] == pytest.approx(theirs["year"], abs=1e-3)

@@ -114,7 +114,7 @@ def metric_lines(scores: Mapping[str, Any]) -> list[str]:
     groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
     for row in metric_rows(scores):
         metric, notes = row.metric, row.metric.note.format(percent(scores.get("ece_chance")))
-        if "questions" in scores:
+        if "questions" in scores and row.name == "mae":
             notes = "mean over the targets, in standard deviations of the training images"
         if row.interval:
             notes = f"95 % interval: {' to '.join(map(metric.text, row.interval))}{groups}"

@@ -20,6 +20,8 @@ BY_NUMBER = "numbers"
 """Value of `order`: grades are numbers, the lowest first."""
 ENDS = ("low", "high")
 """What follows the name of a target in the columns of its interval."""
+CHOICE_ENDS = ("score", "set")
+"""The same of the probability of its class, and of its prediction set."""
 WHOLE = ("pad", "native")
 """Values of `resize` that keep the whole image."""
 MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": False}
@@ -51,7 +53,7 @@ class SourceConfig(Section):
     label_column: str | None = None
     """Class column of a list; found by its usual names when left empty."""
     target: tuple[str, ...] = setting((), tasks=LABEL_TASKS)
-    """Columns of a list that are asked of an image: numbers, or the classes."""
+    """Columns of a list that are asked of an image: numbers, the classes, or several of both."""
     taxonomy: str | None = setting(None, tasks=("taxonomy",))
     """Tree of the classes, whose names become paths: a table (class, parent), or nested folders."""
     caption_column: str | None = None
@@ -70,10 +72,12 @@ class SourceConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         names = [name.lower() for name in self.target]
-        answers = ["image", "error", *(f"{name}_{end}" for name in names for end in ENDS)]
+        ends = (*ENDS, *CHOICE_ENDS)
+        answers = ["image", "error", *(f"{name}_{end}" for name in names for end in ends)]
         if len({*names, *answers}) < len(names) + len(answers):
             self.refuse(
-                "target", "answers have image, error, NAME_low and NAME_high; name each once"
+                "target",
+                "answers have image, error, NAME_low, _high, _score and _set; name each once",
             )
 
 
@@ -150,6 +154,8 @@ class DataConfig(SourceConfig):
         super().__post_init__()
         if self.order != (BY_NUMBER,) and 0 < len({*self.order}) < max(2, len(self.order)):
             self.refuse("order", "give all grades, each once, or --order alone for numbers")
+        if self.order and len(self.target) > 1:
+            self.refuse("order", "grades are of one column; give one --target")
         if self.tiles and not (len(self.tiles) < 3 and self.tile_overlap < self.tiles[0]):
             self.refuse("tiles", "give SIZE, or SIZE,OVERLAP with an overlap below the size")
         if self.fold is not None and not 1 <= self.fold <= (self.folds or 0):

@@ -57,7 +57,7 @@ def task_defaults(task: str | None) -> dict[str, Any]:
     and colours are numbers that flips, crops and changes of colour alter. Grades are smoothed by
     their distance.
     """
-    if task == "regression":
+    if task in ("regression", "attributes"):
         return {"hflip": 0.0, "random_crop": "simple"}
     if task == "ordinal":
         return {"smoothing": 0.0}

@@ -25,6 +25,7 @@ TASKS: dict[str, str] = {
     "ordinal": "vit.tasks.ordinal:Ordinal",
     "taxonomy": "vit.tasks.taxonomy:TaxonomyTask",
     "regression": "vit.tasks.regression:Regression",
+    "attributes": "vit.tasks.attributes:Attributes",
     "caption": "vit.tasks.captioning:Captioning",
     "classify,caption": "vit.tasks.captioning:CaptioningWithClasses",
     "simclr": "vit.tasks.simclr:SimCLR",
@@ -40,7 +41,7 @@ AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
 TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
-SMOOTHED = (*CLASSIFIED, "ordinal", "taxonomy", *CAPTION_TASKS)
+SMOOTHED = (*CLASSIFIED, "ordinal", "taxonomy", "attributes", *CAPTION_TASKS)
 VIEWS = ("simclr", "lejepa", "dino")
 """Tasks that compare views of an image."""
 LOCAL = ({"local_views": ON},)
@@ -51,8 +52,8 @@ class TrainingConfig(Section):
     """Task, length, optimiser and regularisation of training."""
 
     task: Annotated[str, TASKS] = setting("classify", before_plan=True)
-    """Task: one class an image, any number, a tree of classes, captions, grades, numbers; or no
-    labels."""
+    """Task: one class an image, any number, a tree of classes, captions, both, grades, numbers,
+    several questions; or no labels."""
     model: str = setting("vit_tiny_patch16_224", listed=False)
     """Preset of the model settings; settings given otherwise win. `vit models` lists them."""
     epochs: int = setting(30, least=1, decided_by="time", unused_by=PROBE)

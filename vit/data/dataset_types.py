@@ -27,7 +27,7 @@ class Sample:
     labels: tuple[int, ...] = ()
     """Sorted class indices of a multi-label image, possibly none."""
     numbers: tuple[float, ...] = ()
-    """Of the columns `DatasetSpec.numbers`; NaN of an empty cell."""
+    """Of the columns `DatasetSpec.numbers`, of texts the class index; NaN of an empty cell."""
     node: str = ""
     """Its class as a path, where that is none of the network's but below one of its nodes."""
 
@@ -48,7 +48,7 @@ class ImageRecord(NamedTuple):
     cells: tuple[str, ...] = ()
     """Of the columns `DatasetSpec.columns` of a list, or empty."""
     numbers: tuple[float, ...] = ()
-    """As `Sample.numbers`."""
+    """As `Sample.numbers`; of texts an index into `DatasetIndex.target_classes`."""
 
 
 class ImageFile(NamedTuple):
@@ -94,6 +94,8 @@ class DatasetIndex:
     """Training images without a label, if `DatasetSpec.unlabelled`; they are in no split."""
     units: tuple[str, ...] = ()
     """As `Splits.units`."""
+    target_classes: tuple[tuple[str, ...], ...] = ()
+    """The texts in each of the columns `DatasetSpec.numbers`; none of numbers."""
 
     @property
     def train(self) -> list[ImageRecord]:
@@ -131,9 +133,11 @@ class Splits:
     test: tuple[Sample, ...] = ()
     """Images of `test` where the validation images are held out: measured after the training."""
     targets: tuple[str, ...] = ()
-    """Names of the numbers of the images."""
+    """Names of the numbers, or classes, of the images."""
     units: tuple[str, ...] = ()
     """Unit of each of the numbers of the images, such as cm, or empty."""
+    target_classes: tuple[tuple[str, ...], ...] = ()
+    """Classes of each of `targets`, sorted, of which a number is the index; none of numbers."""
 
 
 def labels_of(sample: Sample) -> tuple[int, ...]:

@@ -138,6 +138,17 @@ def summarize(
     }
 
 
+def summarize_classes(
+    outcomes: Outcomes, classes: Sequence[str], groups: Tensor | None = None, *, brief: bool = False
+) -> dict[str, Any]:
+    """The scores of `summarize`, and unless `brief` the confusions and all intervals."""
+    scores = summarize(outcomes, classes, groups)
+    if brief:
+        return scores
+    confusion = outcomes.confusion(classes)
+    return {**scores, "confusion": confusion, **class_intervals(outcomes, groups)}
+
+
 def class_intervals(outcomes: Outcomes, groups: Tensor | None = None) -> dict[str, Interval]:
     """Intervals of scores that `summarize` returns of `outcomes`, as NAME_interval."""
     labels, answers, images = outcomes.labels, outcomes.answers, len(outcomes)

@@ -124,19 +124,24 @@ def class_table(rows: Sequence[Mapping[str, Any]], measure: str) -> dict[str, An
 
 
 def find_mistakes(
-    outcomes: Outcomes, paths: Sequence[str], facts: RunFacts
+    outcomes: Outcomes,
+    paths: Sequence[str],
+    facts: RunFacts,
+    classes: Sequence[str] | None = None,
+    most: int = MAX_MISTAKES,
 ) -> list[dict[str, Any]]:
     """The wrong predictions of highest confidence whose images can be read; if there are none, the
     surest ones of a run with tiles, for their maps."""
+    classes = facts.classes if classes is None else classes
     order = outcomes.confidences.argsort(descending=True, stable=True).tolist()
     wrong = [index for index in order if outcomes.ranks[index] > 0]
     some = wrong or (order[:FEW_MAPS] if facts.tile_map and not facts.fast else [])
-    shown = islice(facts.thumbnails(some, paths, outcomes.answers), MAX_MISTAKES)
+    shown = islice(facts.thumbnails(some, paths, outcomes.answers), most)
     return [
         {
             "image": image,
-            "label": facts.classes[int(outcomes.labels[index])],
-            "answer": facts.classes[int(outcomes.answers[index])],
+            "label": classes[int(outcomes.labels[index])],
+            "answer": classes[int(outcomes.answers[index])],
             "confidence": float(outcomes.confidences[index]),
             "likelihood": float(outcomes.likelihoods[index]),
             "path": paths[index],
@@ -228,7 +233,7 @@ def multilabel_mistakes(
 def evaluation_page(
     model: str | os.PathLike[str], data: str | os.PathLike[str], scores: Mapping[str, Any]
 ) -> str:
-    """The whole page of a classifier, or of a network of numbers."""
+    """The whole page of a classifier, or of a network of numbers or several questions."""
     shown = {
         "heading": os.path.basename(os.path.normpath(model)) or model,
         "model": model,
@@ -236,7 +241,17 @@ def evaluation_page(
         "scores": scores,
     }
     if "per_class" not in scores:
-        return render_page("number_evaluation.html.j2", **shown)
+        choices = {
+            name: {
+                "classes": class_table(found["per_class"], "f1"),
+                "confusions": counted_findings(
+                    found["confusion"], [row["label"] for row in found["per_class"]]
+                ),
+            }
+            for name, found in scores.get("questions", {}).items()
+            if "per_class" in found
+        }
+        return render_page("number_evaluation.html.j2", **shown, choices=choices)
     key = "top1" if "top1" in scores else metric_rows(scores)[0].name
     rows, counts = scores["per_class"], scores.get("confusion")
     by = "average_precision" if "average_precision" in rows[0] else "f1"

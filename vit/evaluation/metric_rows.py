@@ -36,12 +36,14 @@ class Metric(NamedTuple):
 
 
 METRICS = {
+    "score": Metric("score", note="mean of the accuracy of choices and the R² of numbers"),
     "map": Metric("mAP"),
     "mae": Metric("MAE", share=False, note="mean absolute error", in_units=True),
     "rmse": Metric("RMSE", share=False, note="root of the mean squared error", in_units=True),
     "r2": Metric("R²", False, note="share of the variance that is explained", limits=(-inf, 1.0)),
     "spearman": Metric("Spearman", share=False, note="correlation of ranks", limits=(-1.0, 1.0)),
     "coverage": Metric("coverage", note="share of the values in their 90 % interval"),
+    "set_coverage": Metric("coverage of sets", note="share of the classes in their 90 % set"),
     "kappa": Metric("weighted kappa", share=False, limits=(-1.0, 1.0)),
     "top1": Metric("top-1", of_images=True),
     "top5": Metric("top-5", of_images=True),

@@ -16,11 +16,13 @@ groups: Lee, Barber and Willett, section 3, arXiv:2306.06342; Dunn et al., arXiv
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vit.evaluation.classification_metrics import Outcomes, summarize_classes
 from vit.evaluation.fit_calibration import set_levels
 from vit.evaluation.intervals import MIN_BOOTSTRAP_GROUPS, bootstrap, number_groups, weighted_mean
 from vit.number_answers import COVERAGE, NumberAnswers
@@ -83,26 +85,42 @@ def summarize_targets(
     brief: bool = False,
 ) -> dict[str, Any]:
     """Scores of one target; of several the mean error by the standard deviations of the training
-    images, and the scores of each under `questions`.
+    images, and the scores of each under `questions`; with choices the mean `score` instead.
 
-    `coverage` is the share of true numbers in the interval, where the network has intervals.
+    `coverage` is the share of true numbers in the interval, `set_coverage` of true classes in the
+    set, where the network has them. `score` is the mean over targets of the top-1 of a choice, and
+    of the R2 of a number, at least 0.
 
     Args:
-        predicted: In units, (images, targets) float64.
-        true: As `predicted`, NaN where an image has no number.
+        predicted: Numbers in units, probabilities of classes, (images, outputs) float64.
+        true: Numbers in units, indices of classes, (images, targets) float64; NaN where an image
+            has none.
         groups, brief: As for `summarize_numbers`.
     """
-    questions = {}
-    for target, name in enumerate(answers.names):
+    questions: dict[str, dict[str, Any]] = {}
+    parts = zip(answers.names, answers.parts, answers.choices, strict=True)
+    for target, (name, part, classes) in enumerate(parts):
         there = ~true[:, target].isnan()
-        values, wanted = predicted[there, target], true[there, target]
+        values, wanted = predicted[there, part], true[there, target]
         some = None if groups is None else number_groups([*map(str, groups[there].tolist())])
-        scores = questions[name] = summarize_numbers(values, wanted, some, brief=brief)
-        widths = answers.half_widths.get(COVERAGE)
-        if widths is not None and len(values):
-            ends = [answers.interval(target, value, widths[target]) for value in values.tolist()]
-            pairs = zip(ends, wanted.tolist(), strict=True)
-            scores["coverage"] = sum(low <= one <= high for (low, high), one in pairs) / len(ends)
+        level = answers.half_widths.get(COVERAGE, (None,) * (target + 1))[target]
+        if classes:
+            scores = _summarize_choice(values, wanted.long(), classes, some, brief=brief)
+            held = values.gather(1, wanted.long()[:, None])[:, 0] >= 1 - (level or 0) - 1e-9
+            held |= values.argmax(1) == wanted
+        else:
+            scores = summarize_numbers(values[:, 0], wanted, some, brief=brief)
+            ends = [answers.interval(target, one, level or 0) for one in values[:, 0].tolist()]
+            low, high = torch.tensor(ends, dtype=torch.float64).view(-1, 2).T
+            held = (low <= wanted) & (wanted <= high)
+        if level is not None and len(values):
+            scores["set_coverage" if classes else "coverage"] = int(held.sum()) / len(values)
+        questions[name] = scores
+    if answers.classes:
+        known = [one["top1"] if "top1" in one else one.get("r2") for one in questions.values()]
+        found = [max(one, 0.0) for one in known if one is not None]
+        mean = sum(found) / len(found) if found else None
+        return {"count": len(true), "score": mean, "questions": questions}
     if len(questions) == 1:
         return questions[answers.names[0]]
     standard = [torch.from_numpy(answers.standardise(one.numpy())) for one in (predicted, true)]
@@ -112,6 +130,20 @@ def summarize_targets(
         "mae": mean if math.isfinite(mean) else None,
         "questions": questions,
     }
+
+
+def _summarize_choice(
+    probabilities: Tensor,
+    labels: Tensor,
+    classes: Sequence[str],
+    groups: Tensor | None,
+    *,
+    brief: bool,
+) -> dict[str, Any]:
+    """Scores of a choice, as of a classifier."""
+    if not len(labels):
+        return {"count": 0}
+    return summarize_classes(Outcomes.of(probabilities, labels), classes, groups, brief=brief)
 
 
 def _centred_ranks(places: Tensor, weights: Tensor) -> Tensor:

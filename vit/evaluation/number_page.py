@@ -1,4 +1,4 @@
-"""report.html of a regression run: errors of each target, and the images with the largest ones."""
+"""report.html of a run with targets: errors of each, and the images with the largest ones."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from vit.evaluation.charts import scatter_chart
+from vit.evaluation.classification_metrics import Outcomes, summarize
+from vit.evaluation.classification_page import class_table, find_mistakes
+from vit.evaluation.confusion_matrix import confusion_findings
 from vit.evaluation.number_metrics import summarize_targets
 from vit.evaluation.run_report import RunFacts, learning_charts, write_run_report
 from vit.number_answers import COVERAGE, NumberAnswers
@@ -24,31 +27,63 @@ def write_number_report(
     paths: Sequence[str],
     groups: Tensor | None = None,
 ) -> None:
-    """Write report.html of a regression run.
+    """Write report.html of a run of numbers, or of several questions.
 
     Args:
-        values: Predicted numbers in units, (images, targets) float64.
-        true: As `values`, NaN where an image has none.
+        values: Numbers in units, probabilities of classes, (images, outputs) float64.
+        true: Numbers in units, indices of classes, (images, targets) float64; NaN where an image
+            has none.
         groups: The group of each image, (images,); None of independent images.
     """
     scores = summarize_targets(answers, values, true, groups)
     score = {"score_key": "val_mae", "score_name": "Mean absolute error"}
+    if answers.classes:
+        score = {"score_key": "val_score", "score_name": "Mean score"}
+    number_values = values[:, [part.start for part in answers.parts]]
     write_run_report(
         facts,
         "number_report.html.j2",
-        charts=learning_charts(facts, **score, unit=""),
+        charts=learning_charts(facts, **score, unit="%" if answers.classes else ""),
         scores=scores,
         coverage=COVERAGE,
         targets=[
             {
                 "name": name,
                 "scores": scores.get("questions", {name: scores})[name],
-                **target_findings(facts, answers, target, values, true, paths),
+                **(
+                    choice_findings(facts, answers, target, values, true, paths)
+                    if classes
+                    else target_findings(facts, answers, target, number_values, true, paths)
+                ),
             }
-            for target, name in enumerate(answers.names)
+            for target, (name, classes) in enumerate(
+                zip(answers.names, answers.choices, strict=True)
+            )
         ],
         **score,
     )
+
+
+def choice_findings(
+    facts: RunFacts,
+    answers: NumberAnswers,
+    target: int,
+    values: Tensor,
+    true: Tensor,
+    paths: Sequence[str],
+) -> dict[str, Any]:
+    """Scores of the classes of a target, what is taken for what, and the surest mistakes."""
+    places, classes = (~true[:, target].isnan()).nonzero().flatten(), answers.choices[target]
+    if not len(places):
+        return {"classes": None, "drawn": 0, "errors": ()}
+    labels = true[places, target].long()
+    outcomes = Outcomes.of(values[places, answers.parts[target]], labels)
+    shown, most = [paths[place] for place in places.tolist()], MAX_ERRORS // len(answers.names)
+    return {
+        "classes": class_table(summarize(outcomes, classes)["per_class"], "f1"),
+        "confusion": confusion_findings(outcomes, classes),
+        "errors": find_mistakes(outcomes, shown, facts, classes, max(most, 3)),
+    }
 
 
 def target_findings(
@@ -74,6 +109,7 @@ def target_findings(
     order = places[errors.argsort(descending=True, stable=True)].tolist()
     images = facts.thumbnails(order, paths)
     return {
+        "classes": None,
         "unit": answers.units[target],
         "log": log,
         "chart": chart,

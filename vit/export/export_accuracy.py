@@ -12,7 +12,7 @@ from vit.data.dataset_types import Sample
 from vit.errors import BadImage, DataError, VitError
 from vit.evaluation.metric_rows import metric_of
 from vit.exported.onnx_session import Array, OnnxSession
-from vit.tasks.task import calibrated_activation, get_task
+from vit.tasks.task import calibrated_activation, task_of_run
 from vit.text import Notify, format_clock, percent
 from vit.weights.saved_model import LoadedRun
 
@@ -75,7 +75,7 @@ def compare(
     notify: Notify = lambda _line: None,
 ) -> Accuracy:
     """Accuracy of `run` in float32, and of the file that `session` computes."""
-    task = get_task(run.task_name)
+    task = task_of_run(run)
     ours: list[Array] = []
     theirs: list[Array] = []
     readable: list[Sample] = []

@@ -24,7 +24,7 @@ from vit.errors import BadImage, ConfigError, DataError, VitError
 from vit.export.export_request import ExportJob
 from vit.exported.onnx_session import Array
 from vit.inference.evaluation_data import evaluated_spec, load_samples
-from vit.tasks.task import get_task
+from vit.tasks.task import task_of_run
 from vit.text import Notify, printable
 from vit.weights.saved_model import LoadedRun
 
@@ -52,7 +52,7 @@ def validation_samples(job: ExportJob) -> tuple[Sample, ...]:
     if data is None:
         return ()
     spec = DatasetSpec(data, split="val")
-    task = get_task(job.run.task_name)
+    task = task_of_run(job.run)
     return load_samples(task, job.source, spec, job.run.classes, job.notify)
 
 
@@ -102,7 +102,7 @@ def _training_paths(job: ExportJob, data: str) -> list[str]:
     As the training of the run read them, else with the settings of any data; labels that the
     network does not have are of no use here, and no error.
     """
-    task, classes = get_task(job.run.task_name), job.run.classes
+    task, classes = task_of_run(job.run), job.run.classes
     spec = DatasetSpec(data, split="train")
     with suppress(ConfigError, DataError):
         found = load_samples(task, job.source, spec, classes, lambda _note: None)
@@ -137,7 +137,7 @@ def comparison_images(
         return
     try:
         spec = DatasetSpec.from_config(stored_config(folder).data, split="val")
-        samples = load_samples(get_task(run.task_name), folder, spec, run.classes, lambda _: None)
+        samples = load_samples(task_of_run(run), folder, spec, run.classes, lambda _: None)
     except VitError as error:
         notify(f"no validation images ({printable(error)}): drew {len(SIZES)} of many sizes")
         with tempfile.TemporaryDirectory(prefix="vit-verify-") as drawn:

@@ -63,22 +63,25 @@ class ModelOutputs:
     caption: str | None = None
     likelihood: float = 1.0
     thresholds: tuple[float, ...] | None = None
-    numbers: bool = False
-    """Whether they are standardised numbers, of which none is the answer."""
+    answers: NumberAnswers | None = None
+    """The targets that they are probabilities and standardised numbers of."""
 
     def agreement(self, other: "ModelOutputs") -> float:
         """1 if the first class and the caption are equal, else 0.
 
-        Of a multi-label network: classes that both name, as a share of those that either names.
+        Of a multi-label network: classes that both name, as a share of those that either names; of
+        one with targets 1 if the best class of each choice is equal.
         """
         first, second = (one.probabilities for one in (self, other))
         if self.thresholds is not None and other.thresholds is not None:
             ours, theirs = first >= self.thresholds, second >= other.thresholds
             named = (ours | theirs).sum()
             return float((ours & theirs).sum() / named) if named else 1.0
+        if self.answers is not None:
+            return float(self.answers.best(first) == self.answers.best(second))
         return float(
             self.caption == other.caption
-            and (self.numbers or not len(first) or bool(first.argmax() == second.argmax()))
+            and (not len(first) or bool(first.argmax() == second.argmax()))
         )
 
     def difference(self, other: "ModelOutputs") -> float:
@@ -113,7 +116,7 @@ def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
             outputs.append("the network overflowed in float32")
         elif caption is None:
             one = ModelOutputs(probabilities, thresholds=run.thresholds)
-            outputs.append(one if run.answers is None else standardised(one, run.answers))
+            outputs.append(one if run.answers is None else comparable(one, run.answers))
         else:
             outputs.append(ModelOutputs(probabilities, caption.text, math.exp(caption.score)))
     return outputs
@@ -141,20 +144,22 @@ def _all_outputs(
     thresholds: tuple[float, ...] | None,
 ) -> Outputs:
     """Outputs with the scores of all `classes`; numbers are standardised, as scores are alike."""
-    least = -math.inf if predictor.answers is None else None
-    found = predictor.stream(images, top_k=max(1, len(predictor.classes)), threshold=least)
-    outputs = [_outputs_of(one, classes, thresholds) for one in found]
-    if predictor.answers is None:
-        return outputs
-    return [
-        one if isinstance(one, str) else standardised(one, predictor.answers) for one in outputs
-    ]
+    if (answers := predictor.answers) is not None:
+        return [
+            str(one.error)
+            if one.probabilities is None
+            else comparable(ModelOutputs(one.probabilities), answers)
+            for batch in predictor.batches(images)
+            for one in batch
+        ]
+    found = predictor.stream(images, top_k=max(1, len(predictor.classes)), threshold=-math.inf)
+    return [_outputs_of(one, classes, thresholds) for one in found]
 
 
-def standardised(outputs: ModelOutputs, answers: NumberAnswers) -> ModelOutputs:
+def comparable(outputs: ModelOutputs, answers: NumberAnswers) -> ModelOutputs:
     """The same of numbers in units, which then differ as probabilities do."""
-    values = answers.standardise(outputs.probabilities)
-    return replace(outputs, probabilities=values, numbers=True)
+    values = answers.comparable(outputs.probabilities)
+    return replace(outputs, probabilities=values, answers=answers)
 
 
 def _outputs_of(
@@ -162,7 +167,7 @@ def _outputs_of(
 ) -> ModelOutputs | str:
     if prediction.error is not None:
         return prediction.error
-    scores = {**prediction.answers, **dict(prediction.predictions)}
+    scores = dict(prediction.predictions)
     probabilities = np.array([scores.get(name, 0.0) for name in classes], dtype=np.float64)
     if prediction.score is None:
         return ModelOutputs(probabilities, thresholds=thresholds)
@@ -310,7 +315,8 @@ def verify(
     runner = None if exported is None else open_exported(exported, engine, batch_size)
     source = model if runner is None else run or named_source(model, runner)
     loaded = load_model(source, notify=notify)
-    if runner is not None and runner.calibration is None:
+    scaled = runner is not None and runner.answers is not None and runner.answers.scaling
+    if runner is not None and runner.calibration is None and not scaled:
         loaded = loaded.without_calibration()  # as --no-calibration exported it
     with comparison_images(Path(source), loaded, found, notify) as paths:
         reference = by_reference_code(loaded, paths)

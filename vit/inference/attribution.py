@@ -205,7 +205,7 @@ def attribute_classes(
     multi-label model, of the classes above their thresholds, at most five, or of the best one.
 
     The maps of tiles and of numbers are not tested by deletion; a number is explained by what makes
-    it larger.
+    it larger. Of several choices the best class of each is explained.
     """
     classes, image, maps = _class_relevance(predictor, output, threshold)
     assert output.pixels is not None, "an output without an error has an image"
@@ -253,7 +253,7 @@ def _class_relevance(
         thresholds = (threshold,) * len(thresholds)
     classes = classes_to_explain(output.probabilities, thresholds)
     if predictor.answers is not None:
-        classes = [*range(len(predictor.classes))][:MAX_CLASSES]
+        classes = predictor.answers.best(output.probabilities)[:MAX_CLASSES]
     if isinstance(output.pixels, TiledImage):
         return classes, torch.empty(0), tile_relevance(predictor, output.pixels, classes)
     image = predictor.preprocessing.normalise(output.pixels.to(predictor.device))

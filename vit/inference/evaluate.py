@@ -43,7 +43,6 @@ from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.output.output_file import open_output, resolve_link
 from vit.output.prediction_results import (
     FORMATS,
-    NUMBERS,
     ImageOutput,
     Layout,
     Truth,
@@ -103,7 +102,7 @@ def evaluate(
     predictor = open_evaluated(model, **vars(inference), notify=notify)
     score = predictor.task.metric.removeprefix("val_")
     score = CLASSIFIER_SCORES.get(score, score)
-    if config.page and score not in (*CLASSIFIER_SCORES, "mae"):
+    if config.page and score not in (*CLASSIFIER_SCORES, "mae", "score"):
         raise ConfigError("html: pages show classifiers and numbers; --json FILE has all scores")
     if config.corruptions and score not in CLASSIFIER_SCORES:
         raise ConfigError(
@@ -256,7 +255,7 @@ class EvaluationRows:
             self.truth.append("references")
         classes = predictor.classes
         if answers is not None:
-            check_classes((), NUMBERS, top_k=config.top_k, all_scores=config.all_scores)
+            check_classes((), answers.kind, top_k=config.top_k, all_scores=config.all_scores)
         columns = [f"{CLASS_SCORE}{name}" for name in classes] if config.all_scores else []
         self.scored = {name: index for index, name in enumerate(columns)}
         self.truth += self.scored
@@ -290,8 +289,9 @@ class EvaluationRows:
         if name == "references":
             return sample.captions
         if self.predictor.answers is not None:
-            number = sample.numbers[self.truth.index(name)]
-            return None if math.isnan(number) else number
+            target = self.truth.index(name)
+            truth: Truth = self.predictor.answers.truth(target, sample.numbers[target])
+            return truth
         if name == "true_labels":
             return tuple(self.names[label] for label in sample.labels)
         if sample.label == NO_LABEL:

@@ -47,7 +47,6 @@ from vit.output.output_file import (
 )
 from vit.output.prediction_results import (
     FORMATS,
-    NUMBERS,
     Layout,
     Prediction,
     byte_order_mark,
@@ -485,7 +484,7 @@ class PredictionJob:
             )
         if (answers := self.predictor.answers) is not None:
             del flags["sets"]
-            check_classes((), NUMBERS, top_k=config.top_k, **flags)
+            check_classes((), answers.kind, top_k=config.top_k, **flags)
             answers.check_coverage(config.sets)
             return 0
         check_classes(self.predictor.classes, top_k=config.top_k, **flags)

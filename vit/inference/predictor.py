@@ -28,7 +28,6 @@ from vit.exported.engine import (
 )
 from vit.exported.image_prefetch import ImageReader, chunks, expected_pixels, prefetch
 from vit.output.prediction_results import (
-    NUMBERS,
     ImageOutput,
     Prediction,
     check_classes,
@@ -173,7 +172,7 @@ class Predictor:
     def check_options(self, *, threshold: float | None, reject: bool, sets: float | None) -> None:
         """Refuse options of `stream` that this network cannot fulfil."""
         if self.answers is not None:
-            check_classes((), NUMBERS, threshold=threshold, reject=reject)
+            check_classes((), self.answers.kind, threshold=threshold, reject=reject)
             self.answers.check_coverage(sets)
             return
         if self.keep_aspect and (reject or sets is not None):
@@ -367,7 +366,7 @@ class Predictor:
         return {"answers": dict(zip(COLUMNS, cells, strict=True)), "unknown": reason}
 
     def _answer(self, output: ImageOutput, sets: float | None) -> Prediction:
-        """The numbers of an image."""
+        """The numbers and choices of an image."""
         if output.probabilities is None:
             return Prediction(output.image, error=output.error)
         cells = self.answers.row(output.probabilities.tolist(), sets)

@@ -27,6 +27,7 @@ from vit.text import BOM, csv_mark, csv_text, plural, printable
 if TYPE_CHECKING:
     from vit.data.instrument_images import Array
     from vit.generation.generation_config import Caption
+    from vit.number_answers import Answer
 
 # raw, these break a line-by-line reader, act on a terminal, or cannot be encoded: C1 controls,
 # line separators, direction marks, lone surrogates (bytes of a name that are not UTF-8)
@@ -49,8 +50,8 @@ BETWEEN = "|"
 UNKNOWN = "unknown"
 TOP_K = 5
 """Default number of classes in a row."""
-CAPTIONS, NUMBERS = "writes captions", "answers with numbers"
-"""What a network without classes does."""
+CAPTIONS = "writes captions and has no classes"
+"""What a captioner does."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class Prediction:
     Args:
         predictions: (label, probability) pairs, the most probable first; empty if the image cannot
             be read, and from a network without classes.
-        answers: Numbers by column of a row, in units, with the ends of their intervals, or the node
-            of a tree and its probability, None if unknown; empty if the image cannot be read, and
-            from another network.
+        answers: Numbers by column of a row, in units, with the ends of their intervals; choices
+            with their probabilities and sets; or the node of a tree and its probability, None if
+            unknown. Empty if the image cannot be read, and from another network.
         error: Reason of a failure, or None; that of an explanation leaves the predictions.
         captions: The best first; empty if the image cannot be read, and from a classifier.
         embedding: Input of the network's head, if requested; never in a row.
@@ -102,7 +103,7 @@ class Prediction:
     captions: "tuple[Caption, ...]" = ()
     embedding: Any = field(default=None, repr=False, compare=False)
     truth: "Mapping[str, Truth]" = field(default_factory=dict, repr=False, hash=False)
-    answers: Mapping[str, str | float | None] = field(default_factory=dict, hash=False)
+    answers: "Mapping[str, Answer | None]" = field(default_factory=dict, hash=False)
     unknown: str | None = None
     prediction_set: tuple[str, ...] = ()
 
@@ -137,7 +138,7 @@ def check_classes(classes: Sequence[str], kind: str = CAPTIONS, **flags: Any) ->
         if value not in (None, False) and not classes:
             captions = ", or ask for several captions with --beams and --n-best"
             raise ConfigError(
-                f"{flag}={value}: this network {kind} and has no classes; "
+                f"{flag}={value}: this network {kind}; "
                 f"leave it out{captions if flag == 'top_k' and kind == CAPTIONS else ''}"
             )
 
@@ -290,7 +291,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     image may have several classes: labels, scores, both with | between them. After the image come
     the cells of a list, and `Prediction.truth`; before the error `unknown` and `set`.
     """
-    if layout.sets or layout.multilabel:
+    if layout.sets or layout.multilabel or any(one.endswith("_set") for one in layout.answers):
         for name in layout.classes:
             if BETWEEN in name:
                 raise ConfigError(
@@ -315,7 +316,10 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         else:
             row += chain(*prediction.predictions)
             row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
-            row += prediction.answers.values()
+            row += [
+                BETWEEN.join(one) if isinstance(one, tuple) else one
+                for one in prediction.answers.values()
+            ]
             for caption in prediction.captions:
                 row += [caption.text, caption.score]
             row += [None] * (len(header) - len(row))
@@ -426,7 +430,7 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
         found = zip(prediction.answers.values(), answer_widths, strict=False)
-        cells += [table_cell(value, width) for value, width in found]
+        cells += [answer_text(value, width) for value, width in found]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -447,11 +451,12 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
     return "  ".join(header).rstrip() + "\n", line
 
 
-def table_cell(value: str | float | None, width: int) -> str:
-    """An answer in a column of this width: a number, a node, or `unknown`."""
-    if isinstance(value, str | None):
-        return pad_left(printable(value or UNKNOWN), width)
-    return f"{value:{width}.5g}"
+def answer_text(value: "Answer | None", width: int) -> str:
+    """A number, classes, a node or `unknown` in a table, at the right of the column."""
+    if isinstance(value, float):
+        return f"{value:{width}.5g}"
+    text = BETWEEN.join(value) if isinstance(value, tuple) else value or UNKNOWN
+    return pad_left(printable(text), width)
 
 
 def column_width(*names: str) -> int:

@@ -173,7 +173,8 @@ def _parse_outputs(
         if count < 0 or (count and name != PROBABILITIES):
             raise RequestError(400, f"classification: a number of classes, of {PROBABILITIES}")
         if count and model.predictor.answers is not None:
-            raise RequestError(400, "classification: this network answers with numbers")
+            kind = model.predictor.answers.kind
+            raise RequestError(400, f"classification: this network {kind}")
         is_binary = _field(parameters, "binary_data", bool, binary)
         requested.append(RequestedOutput(name, is_binary, count))
     if len({one.name for one in requested}) < len(outputs):

@@ -19,7 +19,6 @@ from vit.exported.engine import select_engine
 from vit.inference.predictor import Predictor, model_files
 from vit.output.prediction_results import (
     FORMATS,
-    NUMBERS,
     Layout,
     Prediction,
     check_classes,
@@ -158,7 +157,7 @@ class ServedModel:
     def check(self, options: RowOptions, *, explain: bool = False) -> None:
         """Refuse options that this network cannot fulfil."""
         if self.predictor.answers is not None:
-            check_classes((), NUMBERS, **{**vars(options), "sets": None})
+            check_classes((), self.predictor.answers.kind, **{**vars(options), "sets": None})
         else:
             check_classes(self.predictor.classes, **vars(options))
         self.predictor.check_options(

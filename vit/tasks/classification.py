@@ -23,10 +23,9 @@ from vit.evaluation.classification_metrics import (
     ClassChange,
     Outcomes,
     RecallRow,
-    class_intervals,
     compare_recall,
     recall_lines,
-    summarize,
+    summarize_classes,
 )
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
@@ -255,12 +254,7 @@ class ClassEvaluation(Evaluation):
         if not self.outcomes:
             return {}
         outcomes = Outcomes.cat(self.outcomes)
-        groups = self.measured_groups()
-        scores = summarize(outcomes, self.classes, groups)
-        if self.brief:
-            return scores
-        confusion = outcomes.confusion(self.classes)
-        return {**scores, "confusion": confusion, **class_intervals(outcomes, groups)}
+        return summarize_classes(outcomes, self.classes, self.measured_groups(), brief=self.brief)
 
 
 class ClassTally:

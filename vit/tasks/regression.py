@@ -10,6 +10,7 @@ skewed. An image lacks a target whose cell is empty, which counts for nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -29,11 +30,12 @@ from vit.evaluation.number_metrics import (
     summarize_numbers,
     summarize_targets,
 )
+from vit.evaluation.temperature_scaling import MIN_IMAGES, Scaling, fit_temperature, scale_logits
 from vit.number_answers import COVERAGE, NumberAnswers
 from vit.output.prediction_results import ImageOutput
-from vit.tasks.task import Evaluation, Event, Task, TrainingRun, forward
-from vit.text import Notify, printable
-from vit.weights.saved_model import ANSWERS, INTERVALS, update_run
+from vit.tasks.task import Evaluation, Event, Tally, Task, TrainingRun, forward
+from vit.text import Notify, join_names, printable
+from vit.weights.saved_model import ANSWERS, INTERVALS, SCALING, update_run
 
 if TYPE_CHECKING:
     from vit.tasks.finished_run import FinishedRun
@@ -69,7 +71,8 @@ class Regression(Task):
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """Images with the columns `target`, without classes."""
         if not config.data.target:
-            raise ConfigError("task=regression: say which column of the list with --target COLUMN")
+            task = config.training.task
+            raise ConfigError(f"task={task}: say which column of the list with --target COLUMN")
         return DatasetSpec.from_config(config.data, labels=False)
 
     def output_names(self, splits: Splits) -> tuple[str, ...]:
@@ -83,16 +86,19 @@ class Regression(Task):
 
     def with_data(self, config: Config, splits: Splits | None) -> "Regression":
         """The task with the scale of the targets."""
-        return self if splits is None else Regression(scale_of(splits))
+        return self if splits is None else type(self)(scale_of(splits))
 
     def summary(self, config: Config, splits: Splits) -> list[str]:
         """The number of images, and the range of each target."""
         lines = super().summary(config, splits)
         rows = torch.tensor([sample.numbers for sample in splits.train]).double()
         answers = scale_of(splits)
-        for name, unit, log, values in zip(
-            answers.names, answers.units, answers.log, rows.T, strict=True
+        for name, unit, log, classes, values in zip(
+            answers.names, answers.units, answers.log, answers.choices, rows.T, strict=True
         ):
+            if classes:
+                lines.append(f"{printable(name)}: {len(classes)} classes, {join_names(classes)}")
+                continue
             low, high = (f"{one:.5g}" for one in known(values).aminmax())
             learned = ", learned as its logarithm" if log else ""
             lines.append(f"{printable(name)}: {low} to {high} {printable(unit)}".rstrip() + learned)
@@ -100,9 +106,10 @@ class Regression(Task):
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         outputs = forward(run, images, batch.sizes)
-        return self.losses(outputs, batch.labels).sum().view(1)
+        losses = self.losses(outputs, batch.labels, run.config.training.smoothing)
+        return losses.sum().view(1)
 
-    def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def losses(self, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
         """Loss of each image, (images,), of values in units (images, targets)."""
         wanted = self.standardised(labels).to(outputs, non_blocking=True)
         there = ~wanted.isnan()
@@ -118,14 +125,16 @@ class Regression(Task):
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
         """The images, with their targets."""
-        assert self.answers is not None
-        lines = [
-            [f"{name} {value:.5g}" for name, value in zip(self.answers.names, row, strict=True)]
-            for row in batch.labels.tolist()
-        ]
-        return images, lines
+        answers = self.answers
+        assert answers is not None
 
-    def tally(self, samples: Sequence[Sample]) -> "NumberTally":
+        def line(target: int, value: float) -> str:
+            text = answers.truth(target, value)
+            return f"{answers.names[target]} {text if isinstance(text, str) else f'{value:.5g}'}"
+
+        return images, [[*starmap(line, enumerate(row))] for row in batch.labels.tolist()]
+
+    def tally(self, samples: Sequence[Sample]) -> Tally:
         assert self.answers is not None
         return NumberTally(self)
 
@@ -141,8 +150,19 @@ class Regression(Task):
 
     def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
         """The columns that the network was trained on."""
-        units = () if self.answers is None else self.answers.units
-        return replace(spec, target=tuple(outputs), units=units, labels=False)
+        if spec.label_column == ",".join(spec.target):  # of classes, in a training's settings
+            spec = replace(spec, label_column=None)
+        if (answers := self.answers) is None:
+            return replace(spec, target=tuple(outputs), labels=False)
+        pairs = zip(answers.names, answers.choices, strict=True)
+        return replace(
+            spec,
+            target=answers.names,
+            units=answers.units,
+            texts=tuple(name for name, classes in pairs if classes),
+            choices=answers.classes,
+            labels=False,
+        )
 
     def label_names(self, spec: DatasetSpec, outputs: tuple[str, ...]) -> tuple[str, ...]:
         """None: labels are numbers."""
@@ -180,17 +200,18 @@ class Regression(Task):
             return
         answers = run.loaded.answers
         assert answers is not None
-        wanted = torch.from_numpy(answers.standardise(found.labels.double().numpy()))
-        apart = (found.logits.double() - wanted).abs() * torch.tensor(answers.std)
         groups = found.calibration_groups(run.notify)
+        logits, labels = found.logits.double(), found.labels.double()
+        apart, scaling = residuals(answers, logits, labels, groups, run.notify)
         widths = [conformal_half_widths(*present(column, groups)) for column in apart.T]
         shared = {
             coverage: [one[coverage] for one in widths]
             for coverage in widths[0]
             if all(coverage in one for one in widths)
         }
-        if shared:
-            update_run(run.folder, {INTERVALS: shared})
+        measured = {INTERVALS: shared, SCALING: scaling}
+        if any(measured.values()):
+            update_run(run.folder, {name: value or None for name, value in measured.items()})
             del run.loaded  # which is read again with them
         if COVERAGE not in shared:
             run.notify(
@@ -210,7 +231,7 @@ class Regression(Task):
 
 
 class Units(nn.Module):
-    """Standardised values (batch, targets) -> the same in units."""
+    """Outputs of a network (batch, outputs) -> numbers in units, and probabilities of classes."""
 
     mean: Tensor
     std: Tensor
@@ -218,14 +239,25 @@ class Units(nn.Module):
 
     def __init__(self, answers: NumberAnswers) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(answers.mean))
-        self.register_buffer("std", torch.tensor(answers.std))
-        self.register_buffer("log", torch.tensor(answers.log))
+        counts = torch.tensor([len(classes) or 1 for classes in answers.choices])
+        for name in ("mean", "std", "log"):
+            values = torch.tensor(getattr(answers, name))
+            self.register_buffer(name, values.repeat_interleave(counts))
         self.logs = any(answers.log)  # torch.export does not branch on a tensor
+        self.parts, self.choices = answers.parts, answers.classes
+        self.scaling = answers.scaling or ((1.0, 1.0),) * len(self.parts)
 
     def forward(self, outputs: Tensor) -> Tensor:
         values = outputs * self.std.to(outputs) + self.mean.to(outputs)
-        return torch.where(self.log, values.exp(), values) if self.logs else values
+        values = torch.where(self.log, values.exp(), values) if self.logs else values
+        if not self.choices:
+            return values
+        parts = zip(self.parts, self.choices, self.scaling, strict=True)
+        found = [
+            scale_logits(outputs[:, part], *scaling).softmax(1) if classes else values[:, part]
+            for part, classes, scaling in parts
+        ]
+        return torch.cat(found, dim=1)
 
 
 class NumberEvaluation(Evaluation):
@@ -300,21 +332,60 @@ class NumberTally:
 
 
 def scale_of(splits: Splits) -> NumberAnswers:
-    """The scale of the targets by the training images; DataError for one that is constant."""
+    """The scale, or the classes, of the targets by the training images; DataError for one that is
+    constant."""
     scales = []
-    for name, values in zip(
-        splits.targets, np.array([sample.numbers for sample in splits.train]).T, strict=True
+    classes = splits.target_classes
+    for name, texts, values in zip(
+        splits.targets,
+        classes or ((),) * len(splits.targets),
+        np.array([sample.numbers for sample in splits.train]).T,
+        strict=True,
     ):
         values = values[~np.isnan(values)]
         if not len(values) or values.min() == values.max():
-            what = f"is {values[0]:g} in all" if len(values) else "is empty in all"
+            what = "is empty in all"
+            if len(values):
+                what = f"is {texts[int(values[0])] if texts else format(values[0], 'g')} in all"
             raise DataError(f"target {printable(name)}: {what} training images; nothing to learn")
+        if texts:
+            scales.append((0.0, 1.0, False))
+            continue
         skew = skewness(values)
         log = bool(values.min() > 0 and skew > SKEWED and abs(skewness(np.log(values))) < skew)
         scaled = np.log(values) if log else values
         scales.append((float(scaled.mean()), float(scaled.std()), log))
     mean, std, logs = zip(*scales, strict=True)
-    return NumberAnswers(splits.targets, splits.units, mean, std, logs)
+    return NumberAnswers(splits.targets, splits.units, mean, std, logs, classes=classes)
+
+
+def residuals(
+    answers: NumberAnswers, outputs: Tensor, labels: Tensor, groups: Tensor | None, notify: Notify
+) -> tuple[Tensor, list[Scaling]]:
+    """Errors of each target, (images, targets), as intervals have them, and the scaling of each.
+
+    A number is off by its standardised error in deviations, a class by 1 less its probability,
+    which the other images calibrated. The scaling is that of all images, none without choices.
+    """
+    standard = torch.from_numpy(answers.standardise(labels.numpy()))
+    apart, scaling = torch.full_like(labels, torch.nan), list[Scaling]()
+    for n, (part, classes) in enumerate(zip(answers.parts, answers.choices, strict=True)):
+        there, own = ~labels[:, n].isnan(), outputs[:, part]
+        if not classes:
+            apart[:, n] = (own[:, 0] - standard[:, n]).abs() * torch.tensor(answers.std)[n]
+            scaling.append(Scaling())
+            continue
+        logits, true = own[there], labels[there, n].long()
+        fitted = fit_temperature(logits, true, None if groups is None else groups[there])
+        if fitted is None:
+            notify(
+                f"note: scores of {printable(answers.names[n])} are not calibrated, and may be far "
+                f"too high: that needs {MIN_IMAGES} validation images that have one"
+            )
+        shares = (logits if fitted is None else fitted.held_out).softmax(1)
+        apart[there, n] = 1 - shares.gather(1, true[:, None])[:, 0]
+        scaling.append(Scaling() if fitted is None else fitted.scaling)
+    return apart, scaling if answers.classes else []
 
 
 def skewness(values: Any) -> float:

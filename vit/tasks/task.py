@@ -336,6 +336,13 @@ def get_task(name: str) -> Task:
     return task
 
 
+def task_of_run(run: "LoadedRun") -> Task:
+    """The task that a saved network was trained for, with what it answers."""
+    task = get_task(run.task_name)
+    task.answers = run.answers
+    return task
+
+
 class ScaledLogits(nn.Module):
     """Logits by `vit.evaluation.temperature_scaling.scale_logits`."""
 
@@ -350,7 +357,7 @@ class ScaledLogits(nn.Module):
 
 def calibrated_activation(run: "LoadedRun") -> nn.Module:
     """The activation of a saved network's task, of calibrated logits where it has a calibration."""
-    activation = get_task(run.task_name).activation(run)
+    activation = task_of_run(run).activation(run)
     if run.calibration is None:
         return activation
     scaled = ScaledLogits(run.calibration.temperature, run.calibration.exponent)

@@ -37,7 +37,7 @@ from vit.data.image_io import check_header, read_pixels, read_size
 from vit.data.intensity_range import choose_channels
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import Listing, kind_of_target
+from vit.data.sources.open_dataset import Listing, text_targets
 from vit.errors import BadImage, ConfigError, RunError
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
@@ -240,10 +240,18 @@ def with_target_task(chosen: Settings) -> Settings:
     if not target or "task" in chosen:
         return chosen
     data = {name: value for name, value in chosen.items() if name in vars(SourceConfig())}
-    kind = kind_of_target(DatasetSpec.from_config(DataConfig(**data), labels=False))
-    task, other = TARGET_TASKS[kind]
-    columns = join_names(target)
-    notify_on_main(f"note: {columns} has {kind}: task={task}; --task {other} overrides it")
+    spec = DatasetSpec.from_config(DataConfig(**data), labels=False)
+    texts = text_targets(spec)
+    if texts and len(target) > 1:
+        task, columns = "attributes", join_names(texts)
+        others = join_names(name for name in target if name not in texts)
+        found = f"classes in {columns}" + (f", numbers in {others}" if others else "")
+        notify_on_main(f"note: {found}: task={task}")
+    else:
+        kind = ("paths" if all(texts.values()) else "classes") if texts else "numbers"
+        task, other = TARGET_TASKS[kind]
+        found = f"{join_names(target)} has {kind}"
+        notify_on_main(f"note: {found}: task={task}; --task {other} overrides it")
     return Settings(**{"task": {"task": task}, **chosen.layers})
 
 

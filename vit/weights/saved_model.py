@@ -54,9 +54,10 @@ TOKENIZER_DIGEST = "tokenizer_sha256"
 DECODER, PROJECTOR = "decoder.", "projector."
 CALIBRATION, CALIBRATION_ERROR = "calibration", "calibration_error"
 """Keys of the calibration and of its error in our section of config.json."""
-ANSWERS, INTERVALS = "answers", "intervals"
-"""Keys of the numbers that a network answers with, and of their intervals."""
-MEASURED = (CALIBRATION, CALIBRATION_ERROR, INTERVALS)
+ANSWERS, INTERVALS, SCALING = "answers", "intervals", "scaling"
+"""Keys of the numbers that a network answers with, of their intervals, and of the temperatures of
+its choices."""
+MEASURED = (CALIBRATION, CALIBRATION_ERROR, INTERVALS, SCALING)
 """Keys of what is measured after the training."""
 
 
@@ -85,6 +86,9 @@ class LoadedRun:
 
     def without_calibration(self) -> "LoadedRun":
         """The same network with raw scores; of a multi-label one the decisions stay the same."""
+        if self.answers is not None and self.answers.scaling:
+            raw = dataclasses.replace(self.answers, scaling=(), half_widths={})
+            return dataclasses.replace(self, answers=raw)
         if self.calibration is None:
             return self
         thresholds = self.thresholds
@@ -251,7 +255,7 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
         raise WeightsError(f"task {task} is not known to this vit: {', '.join(TASKS)}")
     answers = None
     if ANSWERS in own:
-        answers = NumberAnswers.from_dict(own[ANSWERS], own.get(INTERVALS))
+        answers = NumberAnswers.from_dict(own[ANSWERS], own.get(INTERVALS), own.get(SCALING, ()))
     decoder = None if tokenizer is None else parse_decoder_config(own["decoder"])
     if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
         raise WeightsError(

@@ -107,6 +107,10 @@ class DatasetSpec:
     """Whether classes are paths: in folders without `taxonomy`, those of nested folders."""
     units: tuple[str, ...] = ()
     """Units that the numbers are expected in; those without one are taken to be."""
+    texts: tuple[str, ...] | None = ()
+    """Columns of `target` whose cells are names of classes; None: what the cells hold decides."""
+    choices: tuple[tuple[str, ...], ...] = ()
+    """Classes of each of `target`, those of a network; none of a column of numbers."""
     problems: Problems = field(default=None, compare=False)
     """Receives what is wrong, which is skipped; None: the first error is raised."""
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vit.class_tree import SEPARATOR
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.sources.dataset_problem import Problem, Problems, all_skipped_error, skip_or_raise
 from vit.data.sources.dataset_spec import DatasetSpec
@@ -56,10 +57,13 @@ from vit.data.sources.list_files import (
     unlisted_notes,
 )
 from vit.data.sources.list_formats import Row, read_rows
-from vit.data.sources.number_columns import read_numbers
+from vit.data.sources.number_columns import NumberColumn, read_numbers, split_cell
 from vit.data.sources.table_reader import BadLines, json_kind, wrong
 from vit.errors import DataError
 from vit.text import join_names, plural, printable, without_formula_guards
+
+MOST_NUMBERS = 0.9
+"""Share of numbers beyond which a text in their column is a mistake."""
 
 
 class Entry(NamedTuple):
@@ -77,7 +81,8 @@ class Entry(NamedTuple):
     cells: tuple[str, ...] = ()
     """Of the columns `DatasetSpec.columns`, or empty."""
     numbers: tuple[Any, ...] = ()
-    """Of the columns `DatasetSpec.numbers`; the cells themselves until all lines are read."""
+    """Of the columns `DatasetSpec.numbers`, a text of `DatasetSpec.texts`; the cells themselves
+    until all lines are read."""
     labelled: bool = True
     """Whether the line says which classes the image has, or that it has none of them."""
 
@@ -248,7 +253,7 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
         except DataError as error:
             on_error(error)
     if spec.numbers and contents.columns:
-        _read_numbers(contents, contents.columns.numbers, notes)
+        _read_numbers(contents, contents.columns.numbers, spec, notes)
     contents.bad.raise_all()
     if not contents.rows and not contents.problems:
         what = "no captions" if spec.captions else "no images"
@@ -258,12 +263,19 @@ def read_list(path: str, spec: DatasetSpec, notes: list[str]) -> ImageList:
     return contents
 
 
-def _read_numbers(contents: ImageList, names: Sequence[str], notes: list[str]) -> None:
+def _read_numbers(
+    contents: ImageList, names: Sequence[str], spec: DatasetSpec, notes: list[str]
+) -> None:
     """Replace the cells of columns of numbers by their numbers, or report their errors."""
     rows = contents.rows
     lines = [row.line for row in rows]
-    cells = zip(*(row.numbers for row in rows), strict=True)
-    columns = [read_numbers(one, lines, is_table=contents.is_table) for one in cells]
+    cells = zip(spec.numbers, zip(*(row.numbers for row in rows), strict=True), strict=False)
+    columns = [
+        NumberColumn([*one], {}, None, decimal_commas=False)
+        if target in (spec.texts or ())
+        else read_numbers(one, lines, is_table=contents.is_table)
+        for target, one in cells
+    ]
     contents.units, contents.rows = tuple(column.unit for column in columns), []
     for name, column in zip(names, columns, strict=False):
         forms = [f"in {column.unit}"] if column.unit else []
@@ -277,7 +289,7 @@ def _read_numbers(contents: ImageList, names: Sequence[str], notes: list[str]) -
         errors = [
             f"{name.strip()}: {one.errors[place]}" for name, one in found if place in one.errors
         ]
-        if not errors and all(map(math.isnan, numbers)):
+        if not errors and all(one != one for one in numbers):  # NaN
             errors = [f"nothing in {join_names(names)}; fill it in, or leave the line out"]
         if errors:
             contents.report("bad_line", wrong(contents.path, errors[0], row.line), row.name)
@@ -336,15 +348,32 @@ def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec)
             cell_group(values.get(column), path, line) if column else ""
             for column in (columns.group, *columns.more)
         )
+        cells_of_targets = (values.get(column) for column in columns.numbers)
+        numbers = tuple(
+            _target_class(cell, path, line, is_table=row.is_table)
+            if target in (spec.texts or ())
+            else cell
+            for target, cell in zip(spec.numbers, cells_of_targets, strict=True)
+        )
     except DataError as error:
         contents.report("bad_line", error, name)
         return
     labelled, labels = labels is not None, labels or ()
-    numbers = tuple(values.get(column) for column in columns.numbers)
     contents.multilabel = contents.multilabel or (line if len(labels) > 1 else 0)
     contents.rows.append(
         Entry(name, line, labels, split, group, (*captions,), (*cells,), numbers, labelled)
     )
+
+
+def _target_class(value: Any, path: str, line: int, *, is_table: bool) -> str | float:
+    """The class in a cell of a column of texts; NaN of an empty one."""
+    if is_table and isinstance(value, str):
+        value = without_formula_guards(value)
+    labels = cell_labels(value, path, line, is_table=is_table)
+    if labels is not None and len(labels) != 1:
+        text = f"{join_names(labels) or 'an empty list'}: an image has one class of each column"
+        raise wrong(path, f"{text}; write one, or leave the cell empty", line)
+    return math.nan if labels is None else labels[0]
 
 
 class PlacedList(NamedTuple):
@@ -394,11 +423,17 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
         raise DataError(f"group={spec.group}: a column of some lists, not of all")
     splits: dict[str, list[ImageRecord]] = {}
     locations: dict[str, str] = {}
+    cells = zip(*(one.numbers for each in lists for one in each.entries.values()), strict=True)
+    texts = [sorted({one for one in column if isinstance(one, str)}) for column in cells]
+    places = [{text: float(place) for place, text in enumerate(column)} for column in texts]
     for one in placed:
         for path, entry in one.contents.entries.items():
             split = one.split or entry.split
+            numbers = tuple(
+                places[target].get(value, value) for target, value in enumerate(entry.numbers)
+            )
             record = ImageRecord(
-                path, entry.labels, entry.group, entry.captions, entry.cells, entry.numbers
+                path, entry.labels, entry.group, entry.captions, entry.cells, numbers
             )
             splits.setdefault(split, []).append(record)
             column = f" (split {split})" if entry.split and not one.split else ""
@@ -426,6 +461,7 @@ def read_lists(spec: DatasetSpec) -> DatasetIndex:
         kind,
         (*columns,),
         units=_common_units(lists, spec),
+        target_classes=tuple(map(tuple, texts)) if any(texts) else (),
     )
 
 
@@ -500,6 +536,31 @@ def list_rows(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
     return found
 
 
+def text_columns(spec: DatasetSpec) -> dict[str, bool]:
+    """The columns of `spec.numbers` of lists that have texts, by all cells of all splits, and
+    whether each cell is a path.
+
+    A text in a column of which more than 90 % are numbers is an error.
+    """
+    targets = spec.numbers
+    numbers, errors = [0] * len(targets), [list[DataError]() for _ in targets]
+    paths = [True] * len(targets)
+    for row, cells, path in target_cells(spec):
+        for place, (name, value) in enumerate(zip(targets, cells, strict=True)):
+            cell = split_cell(value, is_table=row.is_table)
+            numbers[place] += cell.number is not None
+            paths[place] &= not (cell.number or cell.error) or SEPARATOR in str(value)
+            if cell.number is None and cell.error:
+                errors[place].append(wrong(path, f"{name}: {cell.error}", row.line))
+    for name, count, found in zip(targets, numbers, errors, strict=True):
+        if not count and not found:
+            raise DataError(f"target={name}: all cells of {spec.data} are empty; fill them in")
+        if found and count > MOST_NUMBERS * (count + len(found)):
+            raise found[0]
+    columns = zip(targets, paths, errors, strict=True)
+    return {name: are_paths for name, are_paths, texts in columns if texts}
+
+
 def target_cells(spec: DatasetSpec) -> Iterator[tuple[Row, list[Any], str]]:
     """The rows of all lists, with their cells of the columns `spec.numbers`, and their list."""
     for path in find_lists(spec).files.values():
@@ -512,6 +573,8 @@ def target_cells(spec: DatasetSpec) -> Iterator[tuple[Row, list[Any], str]]:
 def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[PlacedList]:
     """Read the lists, for evaluation only those of the split that is needed."""
     splits = [*found.files]
+    if spec.texts is None:
+        spec = dataclasses.replace(spec, texts=tuple(text_columns(spec)))
     if spec.split is not None and "" not in found.files:
         splits = spec.select_splits(splits)
     return [

@@ -176,7 +176,8 @@ def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:
         return []
     unused = join_names(columns.unused)
     read = f"classes from {printable(columns.label)}"
-    for kind, names in (("captions", columns.captions), ("numbers", columns.numbers)):
+    numbers = "targets" if spec.texts else "numbers"
+    for kind, names in (("captions", columns.captions), (numbers, columns.numbers)):
         read = f"{kind} from {join_names([name.strip() for name in names])}" if names else read
     return [f"{printable(path)}: {read}; not used: {unused}"]
 

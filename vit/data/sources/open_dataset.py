@@ -8,12 +8,12 @@ the source has none, and notes list what was left out or looks wrong.
 import dataclasses
 import glob
 import itertools
+import math
 import os
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from vit.class_tree import SEPARATOR, ClassTree, by_last_name
 from vit.config.data_config import BY_NUMBER
@@ -47,13 +47,12 @@ from vit.data.sources.dataset_warnings import (
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, FolderWalker
 from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
-from vit.data.sources.image_list import images_in, lines_of, read_lists, target_cells
+from vit.data.sources.image_list import images_in, lines_of, read_lists, text_columns
 from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.number_columns import split_cell
 from vit.data.sources.split_file import HeldOutSplit
-from vit.data.sources.table_reader import wrong
 from vit.data.sources.tar_shards import (
     list_shard_images,
     read_shards,
@@ -77,8 +76,6 @@ READERS: dict[str, Callable[[DatasetSpec], DatasetIndex]] = {
     "folder": read_folder,
 }
 """By source; the last also reads built-in sets, and refuses what is not there."""
-MOST_NUMBERS = 0.9
-"""Share of numbers beyond which a text in their column is a mistake."""
 OF_LISTS = ("allow_outside", "images", "image_column", "label_column")
 """Settings of lists only; a table of the hub has columns too."""
 
@@ -284,6 +281,8 @@ def open_splits(
         names = join_names(classes)
         problem = f"only one class ({names}), nothing to classify" if names else "no classes"
         raise DataError(f"{index.root}: {problem}; add images of others")
+    if index.target_classes:
+        spec = dataclasses.replace(spec, choices=_target_classes(index))
     notes = [*index.notes]
     own = validation_split(index.splits)
     held_out = own is None or fold is not None
@@ -340,6 +339,7 @@ def open_splits(
         test=_samples(test, classes, index, spec),
         targets=spec.numbers,
         units=index.units,
+        target_classes=spec.choices,
     )
 
 
@@ -396,9 +396,10 @@ def with_target_kind(spec: DatasetSpec) -> DatasetSpec:
     """`spec` that reads the columns `target` as numbers or as classes, unless it says which."""
     if not spec.target or spec.captions or spec.target in (spec.numbers, (spec.label_column,)):
         return spec
-    if kind_of_target(spec) == "numbers":
-        return dataclasses.replace(spec, labels=False)
-    return dataclasses.replace(spec, label_column=",".join(spec.target))
+    texts = text_targets(spec)
+    if texts and len(spec.target) == 1:
+        return dataclasses.replace(spec, label_column=spec.target[0])
+    return dataclasses.replace(spec, labels=False, texts=tuple(texts))
 
 
 def open_eval_split(
@@ -505,37 +506,13 @@ def _without_classes(
     return others, [f"{images} left out, of classes that only some models have: {listed}"]
 
 
-def kind_of_target(spec: DatasetSpec) -> Literal["numbers", "classes", "paths"]:
-    """What the columns `spec.target` of a list hold, in all of its splits: texts are classes, and
-    paths if all have a `/`.
-
-    A text in a column of which more than 90 % are numbers is an error; so are several of texts.
-    """
+def text_targets(spec: DatasetSpec) -> dict[str, bool]:
+    """The columns of `spec.target` of a list that have texts, which are classes, and whether all
+    are paths."""
     spec = dataclasses.replace(spec, labels=False, captions=False, label_column=None)
     if source_of(spec.data, numbers=spec.numbers) != "list":
         read_source(spec)  # refuses it
-    numbers, errors = [0] * len(spec.target), [list[DataError]() for _ in spec.target]
-    paths = True
-    for row, cells, path in target_cells(spec):
-        for place, (name, value) in enumerate(zip(spec.target, cells, strict=True)):
-            cell = split_cell(value, is_table=row.is_table)
-            numbers[place] += cell.number is not None
-            if cell.number is None and cell.error:
-                errors[place].append(wrong(path, f"{name}: {cell.error}", row.line))
-                paths = paths and SEPARATOR in str(value)
-    for name, count, found in zip(spec.target, numbers, errors, strict=True):
-        if not count and not found:
-            raise DataError(f"target={name}: all cells of {spec.data} are empty; fill them in")
-        if found and count > MOST_NUMBERS * (count + len(found)):
-            raise found[0]
-        if found and len(spec.target) > 1:
-            raise ConfigError(
-                f"target={','.join(spec.target)}: {name} has texts, and several columns of texts "
-                "are not supported yet; give columns of numbers, or one of texts"
-            )
-    if not any(errors):
-        return "numbers"
-    return "paths" if paths and not any(numbers) else "classes"
+    return text_columns(spec)
 
 
 def locate_in_lists(spec: DatasetSpec, paths: Collection[str]) -> dict[str, str]:
@@ -635,6 +612,7 @@ def _samples(
                 key=lambda r: relative(r.path, index.root) if is_inside(r.path) else r.path,
             )
         )
+    target_numbers = _target_numbers(index, spec)
     ordered = sorted(
         (
             NO_LABEL if index.multilabel or not record.labels else class_index[record.labels[0]],
@@ -650,10 +628,48 @@ def _samples(
             labels=tuple(sorted(class_index[name] for name in records[position].labels))
             if index.multilabel
             else (),
-            numbers=records[position].numbers,
+            numbers=target_numbers(records[position]),
         )
         for label, _, position in ordered
     )
+
+
+def _target_classes(index: DatasetIndex) -> tuple[tuple[str, ...], ...]:
+    """The classes of each target that training images have."""
+    used = [{*column} for column in zip(*(one.numbers for one in index.train), strict=True)]
+    return tuple(
+        tuple(text for place, text in enumerate(texts) if place in used[target])
+        for target, texts in enumerate(index.target_classes)
+    )
+
+
+def _target_numbers(
+    index: DatasetIndex, spec: DatasetSpec
+) -> Callable[[ImageRecord], tuple[float, ...]]:
+    """Returns the numbers of a record, those of texts as indices into `spec.choices`."""
+    places = [
+        {texts.index(text): float(classes.index(name)) for text, name in found.items()}
+        for texts, classes in zip(index.target_classes, spec.choices, strict=False)
+        for found in [align_classes(texts, classes)]
+    ]
+
+    def numbers(record: ImageRecord) -> tuple[float, ...]:
+        found = list(record.numbers)
+        for target, value in enumerate(record.numbers):
+            if not places or not spec.choices[target] or math.isnan(value):
+                continue
+            if value not in places[target]:
+                text = index.target_classes[target][int(value)]
+                where = locate_in_lists(spec, [record.path]).get(record.path, record.path)
+                raise DataError(
+                    f"{printable(where)}: {printable(spec.numbers[target])} is {text!r}, which no "
+                    f"training image is{nearest(text, spec.choices[target])}; correct it, or add "
+                    "such images"
+                )
+            found[target] = places[target][int(value)]
+        return tuple(found)
+
+    return numbers
 
 
 def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> list[str]:

@@ -142,13 +142,15 @@ def make_units(
     copies: Copies = MappingProxyType({}),
     *,
     share: float = 1.0,
+    choices: Sequence[int] = (),
 ) -> list[SplitUnit]:
     """One unit for each group; images of the empty group, or without groups, are single units.
 
     Groups and images with copies of an image in common are one unit. `share` is that of the
-    smallest part, for the strata of images with numbers.
+    smallest part, for the strata of images with numbers; `choices` are the places of those numbers
+    that are classes, all of which are strata.
     """
-    strata = _strata(records, share)
+    strata = _strata(records, share, choices)
     members: dict[tuple[bool, str], list[int]] = defaultdict(list)
     unit_of: dict[str, tuple[bool, str]] = {}  # by set of copies
     moved: dict[tuple[bool, str], tuple[bool, str]] = {}
@@ -287,7 +289,7 @@ def _split_share(
     val_share: float,
     seed: int,
 ) -> TrainValSplit:
-    if spec.group is None and not index.multilabel:
+    if spec.group is None and not index.multilabel and not index.target_classes:
         reason = f"no validation {index.split_kind}"
         classes = _labels(records)
         strata = "each class" if classes else "all"
@@ -330,7 +332,8 @@ def _split_units(
     val_part = 1
     if fold is not None:
         shares, val_part = (1 / fold.total,) * fold.total, fold.number - 1
-    units = make_units(records, groups, names, copies, share=min(shares))
+    choices = [place for place, texts in enumerate(index.target_classes) if texts]
+    units = make_units(records, groups, names, copies, share=min(shares), choices=choices)
     if fold is not None:
         _check_folds(units, fold, _labels(records))
     parts = stratify(units, shares, seed=seed)
@@ -392,12 +395,17 @@ def _partition(
     return [r for r, held_out in pairs if not held_out], [r for r, held_out in pairs if held_out]
 
 
-def _strata(records: Sequence[ImageRecord], share: float) -> list[tuple[str, ...]]:
-    """The classes of each image; of those with numbers, the part of the range of the first one.
+def _strata(
+    records: Sequence[ImageRecord], share: float, choices: Sequence[int] = ()
+) -> list[tuple[str, ...]]:
+    """The classes of each image; of those with numbers, the part of the range of the first one, or
+    the class of each of the `choices`.
 
     There are at most ten parts of equally many images, of each of which `share` is one or more.
     """
     strata: list[tuple[str, ...]] = [record.labels or ("",) for record in records]
+    if choices:
+        return [tuple(f"{place}={one.numbers[place]:g}" for place in choices) for one in records]
     if any(record.numbers for record in records):
         keys = [(math.isnan(one.numbers[0]), one.numbers[0], one.path) for one in records]
         parts = min(max(int(len(records) * share), 1), MAX_STRATA)

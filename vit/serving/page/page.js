@@ -264,6 +264,18 @@ function numberBar(row, { name, unit, range: [from, to] }) {
   return bar;
 }
 
+// The best class of a choice, its probability as a bar.
+function choiceBar(row, name) {
+  const bar = make("li");
+  const score = row[`${name}_score`];
+  const fill = make("span", "fill");
+  fill.style.transform = `scaleX(${score})`;
+  fill.setAttribute("aria-hidden", "true");
+  const text = `${row[name]} (${(100 * score).toFixed(1)}%)`;
+  bar.append(fill, make("span", "label", name), make("span", "score", text));
+  return bar;
+}
+
 function showRow(card) {
   const { element, row } = card;
   if (row.error) { showNote(card, row.error, true); return; }
@@ -289,7 +301,7 @@ function showRow(card) {
     const score = make("span", "score", scoreText(card.model, prediction.score));
     bar.append(fill, make("span", "label", prediction.label), score);
     return bar;
-  }), ...card.model.answers.map((number) => numberBar(row, number)));
+  }), ...card.model.answers.map((one) => one.classes ? choiceBar(row, one.name) : numberBar(row, one)));
   let note = "";
   if (row.unknown) note = `unknown: ${row.reason}`;
   else if (classCount(card.model) && !predictions.length) note = "no class is probable enough";
