@@ -182,6 +182,7 @@ def test_the_best_epoch_is_that_of_the_task(task, images):
     features = [{"val_rankme": one, "val_knn": one / 10} for one in (9.0, 7.0, 8.0)]
     scores = {
         "classify": [{"val_top1": 0.5}, {"val_top1": 0.75}, {"val_top1": 0.75}],
+        "taxonomy": [{"val_top1": 0.5}, {"val_top1": 0.75}, {"val_top1": 0.75}],
         "multilabel": [{"chosen_by": "val_map", "val_map": one} for one in (0.2, 0.9, 0.3)],
         "ordinal": [{"chosen_by": "val_kappa", "val_kappa": one} for one in (0.2, 0.9, -0.3)],
         "caption": [{"val_cider": one} for one in (0.2, 0.1, 0.9)],

@@ -26,7 +26,9 @@ def chosen_images(
     """The calibration images of an export in int8."""
     asked = ExportOptions(precision="int8", calibration=str(data), **options)
     preprocessing = Preprocessing(image_size=(16, 16), intensity_range=deep)
-    run = SimpleNamespace(task_name="classify", classes=classes, preprocessing=preprocessing)
+    run = SimpleNamespace(
+        task_name="classify", classes=classes, preprocessing=preprocessing, answers=None
+    )
     return calibration_images(ExportJob(run, source, Path("a.onnx"), asked, notify, False), images)
 
 

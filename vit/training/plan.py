@@ -485,14 +485,14 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
     kind = "grey" if facts.grey else "colour"
     kind = plural(facts.channels, "channel") if facts.channels else kind
     kind += f" ({', '.join(facts.channel_names)})" if facts.channel_names else ""
-    labels = [f"{facts.classes} classes"] if facts.classes or not facts.captions else []
+    labels = [f"{facts.classes} classes"] if facts.classes else []
     if facts.captions is not None:
         labels.append(
             f"{facts.captions.total:,} captions of {facts.captions.tokens:.0f} tokens on average"
         )
     lines = [
         f"{facts.images:,} training and {facts.validation:,} validation images, "
-        f"{', '.join(labels)}, {kind}, short side {facts.side} px; {facts.device} trains at "
+        f"{', '.join([*labels, kind])}, short side {facts.side} px; {facts.device} trains at "
         f"{(plan.speed or facts.flops) / 1e9:.0f} GFLOP/s"
     ]
     task = plan.get("task", config.training.task)
