@@ -74,6 +74,17 @@ def test_an_empty_cell_beside_another_target_is_a_note(checked):
     assert by_kind(found)["no_number"] == "2 images of 10 have an empty cell in size"
 
 
+def test_columns_of_texts_are_counted_by_class(checked):
+    cells = [f"{'old' if n % 3 else 'new'},{n}" for n in range(12)]
+    _, lines, found = checked(cells, "--target", "age,size", copy="new,5")
+    assert lines[0] == "13 images with numbers, and classes"
+    assert lines[1] == "age: 13 images in 2 classes, new 5, old 8"
+    assert found["targets"][0] == {"name": "age", "count": 13, "classes": {"new": 5, "old": 8}}
+    assert "the same file with new, 0 and new, 5" in by_kind(found)["two_numbers"]
+    _, _, found = checked([f"new,{n}" for n in range(12)], "--target", "age,size")
+    assert "age: is new in all training images" in by_kind(found)["one_number"]
+
+
 def test_predictions_suspect_numbers_far_from_them(checked, tmp_path):
     random, rows = np.random.default_rng(0), tmp_path / "rows.jsonl"
     numbers = [float(n) for n in range(40)]

@@ -50,6 +50,8 @@ class DatasetListing:
     targets: tuple[str, ...] = ()
     """Columns that are read as numbers."""
     units: tuple[str, ...] = ()
+    choices: tuple[tuple[str, ...], ...] = ()
+    """Classes of each of `targets`; none of numbers."""
 
     def report(self, kind: str, detail: str, *images: str) -> None:
         """Add a problem."""
@@ -100,6 +102,7 @@ def list_dataset(data: str | DatasetSpec) -> DatasetListing:
     listing = DatasetListing(opened.root, [name or ALL for name in opened.splits], spec=spec)
     listing.grouped, listing.columns = opened.has_groups, opened.columns
     listing.targets, listing.units = spec.numbers, opened.units
+    listing.choices = opened.target_classes or ((),) * len(spec.numbers)
     for note in opened.notes:
         listing.report("source", note)
     for problem in found:

@@ -35,7 +35,7 @@ from vit.data.sources.dataset_problem import (
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import class_problems, undecodable_error
 from vit.data.sources.train_val_split import find_groups, group_notes
-from vit.text import Notify, plural, printable
+from vit.text import Notify, join_names, plural, printable
 
 CACHE_BATCH = 512
 """Statistics that are written to the cache at a time."""
@@ -98,7 +98,8 @@ class CheckReport:
         captions = listing.spec is not None and listing.spec.captions
         classes = plural(len(listing.classes), "class", "classes")
         what = "with captions" if captions and not listing.classes else f"in {classes}"
-        what = "with numbers" if listing.targets else what
+        if listing.targets:
+            what = "with numbers, and classes" if any(listing.choices) else "with numbers"
         lines = [f"{head} {what}", *map(target_line, summarize_targets(listing))]
         lines += [*map(channel_line, summarize_channels([*self.stats.values()]))]
         if self.neighbour_agreement is not None:
@@ -411,6 +412,11 @@ def channel_line(row: Mapping[str, Any]) -> str:
 
 def target_line(row: Mapping[str, Any]) -> str:
     """A row of `summarize_targets` for a terminal."""
+    if classes := row.get("classes"):
+        counts = join_names([f"{name} {count}" for name, count in classes.items()])
+        return printable(
+            f"{row['name']}: {row['count']:,} images in {len(classes)} classes, {counts}"
+        )
     ends = f" from {row['min']:g} to {row['max']:g} {row['unit']}".rstrip() if row["count"] else ""
     middle = f", median {row['median']:g}" if row["count"] else ""
     return printable(f"{row['name']}: {plural(row['count'], 'number')}{ends}{middle}")

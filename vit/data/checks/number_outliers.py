@@ -21,10 +21,16 @@ RANGES = 5.0
 
 
 def summarize_targets(listing: DatasetListing) -> list[dict[str, Any]]:
-    """Name, unit, count and range of each target; nothing without numbers."""
-    rows = []
-    for name, unit, values in zip(listing.targets, listing.units, columns_of(listing), strict=True):
+    """Name and count of each target, with unit and range or images by class; nothing without."""
+    rows: list[dict[str, Any]] = []
+    for name, unit, classes, values in zip(
+        listing.targets, listing.units, listing.choices, columns_of(listing), strict=True
+    ):
         known = values[~np.isnan(values)]
+        if classes:
+            counts = {one: int((known == place).sum()) for place, one in enumerate(classes)}
+            rows.append({"name": name, "count": len(known), "classes": counts})
+            continue
         ends = (known.min(), np.median(known), known.max()) if len(known) else (None,) * 3
         found = dict(zip(("min", "median", "max"), ends, strict=True))
         rows.append({"name": name, "unit": unit or "", "count": len(known), **found})
@@ -37,19 +43,27 @@ def columns_of(listing: DatasetListing) -> NDArray[Any]:
     return np.array(rows, float).reshape(len(rows), len(listing.targets)).T
 
 
+def text_of(value: float, classes: tuple[str, ...]) -> str:
+    """A number of a target, or the class that it is the index of."""
+    return classes[int(value)] if classes and not np.isnan(value) else f"{value:g}"
+
+
 def number_problems(listing: DatasetListing, stats: Mapping[str, ImageStats]) -> list[Problem]:
     """Targets that are constant, and numbers that are missing or may be wrong."""
     paths, problems = [one.path for one in listing.images], list[Problem]()
     trained = np.array([one.split == listing.train_split for one in listing.images], bool)
-    for name, values in zip(map(printable, listing.targets), columns_of(listing), strict=True):
+    names = map(printable, listing.targets)
+    for name, classes, values in zip(names, listing.choices, columns_of(listing), strict=True):
         missing, learned = np.isnan(values), values[trained & ~np.isnan(values)]
         empty = [paths[place] for place in missing.nonzero()[0]]
         problems += shared_property("no_number", empty, len(paths), f"have an empty cell in {name}")
         if len({*learned}) < 2:
-            what = f"is {learned[0]:g} in all" if len(learned) else "is empty in all"
+            what = (
+                f"is {text_of(learned[0], classes)} in all" if len(learned) else "is empty in all"
+            )
             text = f"target {name}: {what} training images; nothing to learn"
             problems.append(Problem("one_number", text))
-        elif (away := far(values)).any():
+        elif not classes and (away := far(values)).any():
             low, high = np.quantile(values[~missing], [0.25, 0.75])
             problems += [
                 Problem(
@@ -63,7 +77,8 @@ def number_problems(listing: DatasetListing, stats: Mapping[str, ImageStats]) ->
     copies: dict[bytes, dict[str, str]] = defaultdict(dict)
     for one in listing.images:
         if one.path in stats:
-            copies[stats[one.path].digest][one.path] = ", ".join(f"{x:g}" for x in one.numbers)
+            texts = map(text_of, one.numbers, listing.choices)
+            copies[stats[one.path].digest][one.path] = ", ".join(texts)
     for numbers in copies.values():
         if len({*numbers.values()}) > 1:
             text = f"the same file with {' and '.join(dict.fromkeys(numbers.values()))}; correct it"
