@@ -172,6 +172,12 @@ def test_images_unlike_those_of_training_are_unknown_with_reject(run, data):
         assert one.unknown == "unlike the training images"
         assert one.best is None
     assert all(one.answers["answer"] for one in predictor(images_of(data)[:3]))
+    predictor.engine.calibration = ScoreCalibration(
+        **{**vars(predictor.calibration), "threshold": None, "target_precision": 0.999}
+        | {"farthest": 1e9}
+    )
+    for one in predictor(images_of(data)[:3], reject=True):
+        assert (one.answers["answer"], one.unknown) == (None, "uncertain")  # nothing is proven
 
 
 def test_an_evaluation_equals_sums_over_rows(run, data, tmp_path):

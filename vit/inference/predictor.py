@@ -35,7 +35,7 @@ from vit.output.prediction_results import (
     classes_per_row,
 )
 from vit.quick_imports import quick_imports
-from vit.score_calibration import check_decisions, check_selection, node_threshold
+from vit.score_calibration import UNCERTAIN, check_decisions, check_selection, node_threshold
 from vit.text import Notify, print_to_stderr, printable
 
 if TYPE_CHECKING:
@@ -361,6 +361,8 @@ class Predictor:
         (path,) = tree.paths(output.probabilities[None])
         node, score = answer_of(path, node_threshold(self.calibration))
         reason = self.calibration.reject_reason(path[0][1], output.distance) if reject else None
+        if reject and node == ROOT:
+            reason = reason or UNCERTAIN  # also where no threshold is proven
         known = node != ROOT and reason is None
         cells = (node, score) if known else (None, None)
         return {"answers": dict(zip(COLUMNS, cells, strict=True)), "unknown": reason}
