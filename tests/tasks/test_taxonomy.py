@@ -150,13 +150,13 @@ def test_rows_have_the_answer_and_its_probability(run, data, style, capsys, tmp_
     elif style == "csv":
         rows = [*csv.DictReader(io.StringIO(text))]
         assert [row["answer"] for row in rows] == [one["answer"] or "" for one in expected]
-        assert [*rows[0]][-3:] == ["answer", "answer_score", "error"]
+        assert [*rows[0]][:4] == ["image", "answer", "answer_score", "label_1"]
         assert all(len(row["score_1"]) == 6 for row in rows)
     else:
         heads, *lines = text.splitlines()
-        assert heads.split()[-2:] == ["answer", "answer_score"]
+        assert heads.split()[1:3] == ["answer", "answer_score"]
         for line, one in zip(lines, expected, strict=True):
-            assert (one["answer"] or "unknown unknown") in line
+            assert line.split()[1] == (one["answer"] or "unknown")
     for one in expected:
         assert (one["answer"] is None) == (one["answer_score"] is None)
         assert one["answer"] is None or one["answer_score"] >= threshold

@@ -298,28 +298,27 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
                     f"format=csv: the class {name} has a {BETWEEN}, which parts classes "
                     "there; use --format jsonl"
                 )
-    header = ["image", *layout.list_columns.values(), *layout.truth]
+    header = ["image", *layout.list_columns.values(), *layout.truth, *layout.answers]
     first = len(header)
     if layout.multilabel:
         header += ["labels", "scores"]
     else:
         for place in range(1, layout.top_k + 1):
             header += [f"label_{place}", f"score_{place}"]
-        header += [*layout.answers, *chain(*layout.caption_columns)]
+        header += chain(*layout.caption_columns)
     more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
         row = first_cells(prediction, layout)
+        answers = prediction.answers.values()
+        row += [BETWEEN.join(one) if isinstance(one, tuple) else one for one in answers]
+        row += [None] * (first - len(row))  # of an image that failed
         if layout.multilabel:
             row.append(BETWEEN.join(label for label, _ in prediction.predictions))
             row.append(tuple(score for _, score in prediction.predictions))
         else:
             row += chain(*prediction.predictions)
             row += [None] * (first + 2 * layout.top_k - len(row))  # of classes that were not named
-            row += [
-                BETWEEN.join(one) if isinstance(one, tuple) else one
-                for one in prediction.answers.values()
-            ]
             for caption in prediction.captions:
                 row += [caption.text, caption.score]
             row += [None] * (len(header) - len(row))
@@ -419,6 +418,8 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
 
     def line(prediction: Prediction) -> str:
         cells = [pad(printable(prediction.image), image_width)]
+        found = zip(prediction.answers.values(), answer_widths, strict=False)
+        cells += [answer_text(value, width) for value, width in found]
         for place, (label, score) in enumerate(prediction.predictions):
             rejected = place == 0 and prediction.unknown is not None and not layout.multilabel
             cells += [
@@ -429,8 +430,6 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             most = 1 if layout.multilabel else layout.top_k
             for place in range(len(prediction.predictions), most):
                 cells += [pad("" if place else NO_CLASS, label_width), " " * 7]
-        found = zip(prediction.answers.values(), answer_widths, strict=False)
-        cells += [answer_text(value, width) for value, width in found]
         for caption in prediction.captions:
             cells += [pad(printable(caption.text), WIDEST_CELL), f"{caption.score:8.3f}"]
         if prediction.error is not None:
@@ -442,9 +441,8 @@ def table_lines(layout: Layout) -> tuple[str, Line]:
             cells.append(f"set: {printable(BETWEEN.join(prediction.prediction_set))}")
         return "  ".join(cells).rstrip() + "\n"
 
-    header = [pad("image", image_width)]
+    header = [pad("image", image_width), *map(pad_left, numbers, answer_widths)]
     header += [pad("label", label_width), "score  "] * (1 if layout.multilabel else layout.top_k)
-    header += map(pad_left, numbers, answer_widths)
     for caption, score in layout.caption_columns:
         header += [pad(caption, WIDEST_CELL), f"{score:>8}"]
     header += map(pad, map(printable, listed), widths)
