@@ -14,6 +14,7 @@ from vit.evaluation.selective_prediction import (
     needed_images,
     precision_threshold,
 )
+from vit.evaluation.temperature_scaling import fit_temperature
 from vit.score_calibration import UNLIKE, check_selection
 
 
@@ -129,9 +130,10 @@ def test_the_highest_share_that_is_proven_is_promised():
     labels = torch.randint(3, (600,), generator=generator)
     noise = torch.randn(600, 3, generator=generator) * torch.linspace(0.2, 2.5, 600).unsqueeze(1)
     logits = 4.0 * torch.nn.functional.one_hot(labels, 3) + noise
-    fitted = fit_calibration(logits, labels)
+    scaling = fit_temperature(logits, labels)
+    fitted = fit_calibration(logits, labels, fitted=scaling)
     alone = {
-        share: fit_calibration(logits, labels, target_precision=share).calibration
+        share: fit_calibration(logits, labels, fitted=scaling, target_precision=share).calibration
         for share in (0.99, 0.98, 0.95, 0.9, 0.85, 0.8)
     }
     proven = [share for share, one in alone.items() if one.rejects]
@@ -140,7 +142,7 @@ def test_the_highest_share_that_is_proven_is_promised():
     assert fitted.lower == {share: alone[share].answered for share in proven[1:]}
     (line,) = (one for one in describe_calibration(fitted) if "gives more" in one)
     assert f"{alone[0.9].answered:.1%} with 0.9" in line
-    named = fit_calibration(logits, labels, target_classes={"first": 0}).calibration
+    named = fit_calibration(logits, labels, fitted=scaling, target_classes={"first": 0}).calibration
     assert None not in (named.threshold, named.class_thresholds["first"])
 
 

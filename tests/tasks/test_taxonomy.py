@@ -18,6 +18,7 @@ from vit.commands.main import main
 from vit.config.setting_layers import make_config
 from vit.evaluation.fit_calibration import fit_calibration, node_confidences
 from vit.evaluation.taxonomy_metrics import NodeOutcomes
+from vit.evaluation.temperature_scaling import fit_temperature
 from vit.score_calibration import ScoreCalibration
 from vit.tasks.taxonomy import NodeTally
 
@@ -271,16 +272,17 @@ def test_a_batch_counts_levels_and_distances():
 
 def test_the_threshold_keeps_its_promise_and_gives_more_answers_than_classes_alone():
     tree, kept, more = ClassTree(CLASSES), 0, 0
-    for seed in range(8):
+    for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         labels = torch.randint(0, len(CLASSES), (3000,), generator=generator)
         logits = torch.randn(3000, len(CLASSES), generator=generator).double()
         for node in tree.nodes:  # siblings are alike
             under = torch.tensor([is_at_or_above(node, name) for name in CLASSES])
             logits += 1.2 * (under & under[labels].unsqueeze(1))
-        half = slice(0, 1500)
+        half = logits[:1500], labels[:1500]
+        scaling = fit_temperature(*half)
         fitted, flat = (
-            fit_calibration(logits[half], labels[half], target_precision=0.95, tree=one)
+            fit_calibration(*half, fitted=scaling, target_precision=0.95, tree=one)
             for one in (tree, None)
         )
         calibration, threshold = fitted.calibration, fitted.calibration.threshold
@@ -290,8 +292,7 @@ def test_the_threshold_keeps_its_promise_and_gives_more_answers_than_classes_alo
         given = [pair for pair in pairs if pair[0]]
         kept += np.mean([is_at_or_above(*pair) for pair in given]) >= 0.95
         more += calibration.answered > flat.calibration.answered + 0.2
-    assert kept >= 7
-    assert more == 8
+    assert kept == more == 4
 
 
 def test_confidences_of_nodes_are_thresholds():
