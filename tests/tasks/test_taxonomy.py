@@ -293,6 +293,11 @@ def test_the_threshold_keeps_its_promise_and_gives_more_answers_than_classes_alo
         kept += np.mean([is_at_or_above(*pair) for pair in given]) >= 0.95
         more += calibration.answered > flat.calibration.answered + 0.2
     assert kept == more == 4
+    distances = torch.arange(1500.0).double()  # far images are answered without --reject
+    fitted = fit_calibration(
+        *half, fitted=scaling, target_precision=0.95, tree=tree, distances=distances
+    )
+    assert (fitted.calibration.threshold, fitted.calibration.farthest) == (threshold, 1485)
 
 
 def test_confidences_of_nodes_are_thresholds():

@@ -102,7 +102,8 @@ def fit_calibration(
         fitted: What it returns for them, if it was called before.
         distances: Of the images from those of training, (images,), of a single-label network. They
             give a largest one, which FALSE_ALARMS of images like these exceed (of a new group, from
-            99 groups on); the threshold is of the images that do not.
+            99 groups on); the threshold is of the images that do not, of nodes of all, as these
+            are answers without `reject` too.
         target_precision: Share of the answers that has to be right; None: the highest of
             TARGET_PRECISIONS that these images prove, of as many `target_classes` as possible.
         target_classes: Indices of classes whose answers keep this share each on its own, by name;
@@ -131,9 +132,8 @@ def fit_calibration(
     if distances is not None:  # of a new group, if there are enough of them
         levels = [set_levels(distances, [1 - FALSE_ALARMS], which)[0] for which in (groups, None)]
         farthest = levels[1] if levels[0] is None else levels[0]
-    if distances is not None and farthest is not None:
+    if distances is not None and farthest is not None and tree is None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
-        nodes = {name: torch.minimum(one, confidences) for name, one in nodes.items()}
     named = target_classes or {}
     parts = [answers == index for index in named.values()]
     parts.append(~torch.stack(parts).any(dim=0) if parts else torch.ones(images, dtype=torch.bool))
