@@ -380,7 +380,7 @@ def residuals(
         if fitted is None:
             notify(
                 f"note: scores of {printable(answers.names[n])} are not calibrated, and may be far "
-                f"too high: that needs {MIN_IMAGES} validation images that have one"
+                f"from the share that is right: that needs {MIN_IMAGES} validation images with one"
             )
         shares = (logits if fitted is None else fitted.held_out).softmax(1)
         apart[there, n] = 1 - shares.gather(1, true[:, None])[:, 0]
