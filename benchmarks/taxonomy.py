@@ -148,7 +148,7 @@ def above_held_out(
         "held-out images": len(names),
         "above or unknown": float(np.mean([is_at_or_above(*pair) for pair in pairs])),
         "parent": float(np.mean([answer == parent(name) for answer, name in pairs])),
-        "unknown": answers.count(ROOT) / len(answers),
+        "held-out unknown": answers.count(ROOT) / len(answers),
     }
 
 
