@@ -4,6 +4,7 @@
     python benchmarks/drift.py rows RUN FOLDER OUT.npz --images 2000 --alter blur
     python benchmarks/drift.py rows RUN OTHER OUT.npz
     python benchmarks/drift.py measure HELD_OUT.npz photographs=OTHER.npz blur=BLUR.npz
+    python benchmarks/drift.py classify HELD_OUT.npz photographs=OTHER.npz blur=BLUR.npz
 
 `rows` stores answers, scores and distances of the images of a folder, in random order; `blur` is a
 Gaussian of 1 pixel, `jpeg` a quality of 10. `measure` draws each stream and its reference of other
@@ -15,7 +16,8 @@ NAME          rows of that file, from the first image on; and after 1,000 undist
 missing       without one class, drawn for each stream; tripled: three times as frequent
 
 Of each: streams with an alarm, images after the change until it, and the estimated first image less
-the true one.
+the true one. `classify` is a classifier two-sample test in its place, looked at once: a logistic
+regression on half of the embeddings of reference and stream, Mann-Whitney's p on the other half.
 """
 
 import argparse
@@ -99,6 +101,16 @@ class Simulation:
         self.random.shuffle(places)
         return {k: v[places] for k, v in rows.items()}
 
+    def later(self, name: str, rest: Rows, different: dict[str, Rows]) -> Rows:
+        """Rows of a kind, of `rest` those that it needs."""
+        if name in different:
+            places = self.random.permutation(len(different[name]["answers"]))
+            return {k: v[places] for k, v in different[name].items()}
+        if name == "undisturbed":
+            return rest
+        label = str(self.random.choice(np.unique(rest["labels"])))
+        return self.without(rest, label, 3 * (name == "tripled"))
+
     def counts(self, rows: Rows, reference: Rows) -> dict[str, torch.Tensor]:
         """Counts of each line."""
         lines = [slice(n, n + LINE) for n in range(0, len(rows["answers"]), LINE)]
@@ -142,7 +154,6 @@ def measure(held_out: Path, others: dict[str, Path], sizes: list[int], streams: 
     rows, different = dict(np.load(held_out)), {k: dict(np.load(v)) for k, v in others.items()}
     for kept in (rows, *different.values()):
         kept.pop("embeddings")
-    labels = np.unique(rows["labels"])
     for size in sizes:
         simulation, began = Simulation(rows, size, seed=size), time.monotonic()
         print(json.dumps({"reference": size, "streams": streams}))
@@ -156,18 +167,38 @@ def measure(held_out: Path, others: dict[str, Path], sizes: list[int], streams: 
                 found = []
                 for _ in range(streams):
                     reference, rest = simulation.draw()
-                    later = {k: v[before:] for k, v in rest.items()}
-                    if name in different:
-                        other = different[name]
-                        places = simulation.random.permutation(len(other["answers"]))[:AFTER]
-                        later = {k: v[places] for k, v in other.items()}
-                    else:
-                        label = str(simulation.random.choice(labels))
-                        later = simulation.without(later, label, 3 * (name == "tripled"))
+                    others_left = {k: v[before:] for k, v in rest.items()}
+                    later = simulation.later(name, others_left, different)
                     mixed = {k: np.concatenate([rest[k][:before], later[k][:AFTER]]) for k in rest}
                     found.append(simulation.alarm(reference, mixed))
                 summarise(name, before, found)
         print(json.dumps({"seconds": round(time.monotonic() - began)}), flush=True)
+
+
+def classify(held_out: Path, others: dict[str, Path], size: int, streams: int) -> None:
+    """Streams that a classifier two-sample test names, of each kind and number of images."""
+    from scipy.stats import mannwhitneyu
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    rows, different = dict(np.load(held_out)), {k: dict(np.load(v)) for k, v in others.items()}
+    simulation = Simulation(rows, size, seed=0)
+    for name in ["undisturbed", *different, "missing", "tripled"]:
+        for images in (200, 1000, 2000):
+            named = 0
+            for _ in range(streams):
+                reference, rest = simulation.draw()
+                later = simulation.later(name, rest, different)["embeddings"][:images]
+                features = np.concatenate([reference["embeddings"], later]).astype(np.float32)
+                is_later = np.arange(len(features)) >= size
+                half = simulation.random.permutation(len(features)) % 2 == 0
+                scale = StandardScaler().fit(features[half])
+                model = LogisticRegression(C=0.01, class_weight="balanced")
+                model.fit(scale.transform(features[half]), is_later[half])
+                found = model.decision_function(scale.transform(features[~half]))
+                parts = found[is_later[~half]], found[~is_later[~half]]
+                named += int(mannwhitneyu(*parts, alternative="greater").pvalue <= ALPHA)
+            print(json.dumps({"classified": name, "images": images, "named": named}), flush=True)
 
 
 if __name__ == "__main__":
@@ -179,14 +210,18 @@ if __name__ == "__main__":
     one.add_argument("out", type=Path)
     one.add_argument("--images", type=int, default=4000)
     one.add_argument("--alter", choices=["", "blur", "jpeg"], default="")
-    one = actions.add_parser("measure")
-    one.add_argument("held_out", type=Path)
-    one.add_argument("others", nargs="*")
-    one.add_argument("--references", type=int, nargs="+", default=[2000])
-    one.add_argument("--streams", type=int, default=STREAMS)
+    for action in ("measure", "classify"):
+        one = actions.add_parser(action)
+        one.add_argument("held_out", type=Path)
+        one.add_argument("others", nargs="*")
+        one.add_argument("--references", type=int, nargs="+", default=[2000])
+        one.add_argument("--streams", type=int, default=STREAMS)
     given = parser.parse_args()
     if given.action == "rows":
         write_rows(given.run, given.folder, given.out, given.images, given.alter)
     else:
         named = {name: Path(path) for name, path in (one.split("=", 1) for one in given.others)}
-        measure(given.held_out, named, given.references, given.streams)
+        if given.action == "measure":
+            measure(given.held_out, named, given.references, given.streams)
+        else:
+            classify(given.held_out, named, given.references[0], given.streams)
