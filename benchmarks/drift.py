@@ -25,6 +25,7 @@ import io
 import json
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,8 @@ def measure(held_out: Path, others: dict[str, Path], sizes: list[int], streams: 
 
 def classify(held_out: Path, others: dict[str, Path], size: int, streams: int) -> None:
     """Streams that a classifier two-sample test names, of each kind and number of images."""
-    from scipy.stats import mannwhitneyu
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.preprocessing import StandardScaler
-
+    mannwhitneyu = import_module("scipy.stats").mannwhitneyu
+    linear, scaling = map(import_module, ("sklearn.linear_model", "sklearn.preprocessing"))
     rows, different = dict(np.load(held_out)), {k: dict(np.load(v)) for k, v in others.items()}
     simulation = Simulation(rows, size, seed=0)
     for name in ["undisturbed", *different, "missing", "tripled"]:
@@ -192,8 +191,8 @@ def classify(held_out: Path, others: dict[str, Path], size: int, streams: int) -
                 features = np.concatenate([reference["embeddings"], later]).astype(np.float32)
                 is_later = np.arange(len(features)) >= size
                 half = simulation.random.permutation(len(features)) % 2 == 0
-                scale = StandardScaler().fit(features[half])
-                model = LogisticRegression(C=0.01, class_weight="balanced")
+                scale = scaling.StandardScaler().fit(features[half])
+                model = linear.LogisticRegression(C=0.01, class_weight="balanced")
                 model.fit(scale.transform(features[half]), is_later[half])
                 found = model.decision_function(scale.transform(features[~half]))
                 parts = found[is_later[~half]], found[~is_later[~half]]

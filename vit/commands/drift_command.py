@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|IMAGES",
         nargs="+",
         help="a file of `vit serve RUN --watch FILE` (.jsonl), or images, folders and patterns, "
-        "which are predicted and compared in their order",
+        "which are predicted and compared in their order, that of time",
     )
     add_json_option(parser, "where all numbers are written as well; an older file is replaced")
     group = parser.add_argument_group("network (how it runs over IMAGES)")

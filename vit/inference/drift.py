@@ -46,7 +46,7 @@ def drift(
     Args:
         run: The run folder of a classifier of one class an image.
         data: A file of `vit serve --watch` (.jsonl); or images, folders or patterns, which are
-            compared in their order.
+            compared in their order, that of time: sorted by class they are a stream that changes.
         batch_size, device, precision, workers: As for Predictor, of images.
         notify: Called with notes.
         progress: Called with the images done and their total after each batch.
