@@ -55,41 +55,35 @@ class CalibrationReference:
         """That of calibrated probabilities, (images, classes), and distances, (images,)."""
         chosen = np.random.default_rng(0).permutation(len(probabilities))[:MAX_IMAGES]
         table = probabilities[chosen]
+        answers = np.bincount(table.argmax(axis=1), minlength=len(classes))
         return CalibrationReference(
             calibration=calibration_digest(calibration),
-            answers=dict(zip(classes, best_classes(table), strict=True)),
+            answers=dict(zip(classes, answers.tolist(), strict=True)),
             scores=in_order(table.max(axis=1)),
             distances=() if distances is None else in_order(distances[chosen]),
         )
 
     def counts(self) -> dict[str, Any]:
         """What `count` returns of its own images."""
-        found: dict[str, Any] = {"answers": self.answers}
-        found["scores"] = bin_counts(self.scores, self.scores)
-        if self.distances:
-            found["distances"] = bin_counts(self.distances, self.distances)
-        return found
+        return {"answers": self.answers, **self._bins(self.scores, self.distances)}
 
     def count(self, outputs: Sequence[Any]) -> dict[str, Any]:
-        """Counts of answers, without those of 0, and of each bin, of outputs of the network."""
+        """Answers by class, without those of 0, and images in each bin, of a network's outputs."""
         table = np.stack([one.probabilities for one in outputs])
-        answers = zip(self.answers, best_classes(table), strict=True)
-        found: dict[str, Any] = {"answers": {name: count for name, count in answers if count}}
-        found["scores"] = bin_counts(table.max(axis=1), self.scores)
+        answers = np.bincount(table.argmax(axis=1), minlength=len(self.answers)).tolist()
+        bins = self._bins(table.max(axis=1), [one.distance for one in outputs])
+        pairs = zip(self.answers, answers, strict=True)
+        return {"answers": {name: count for name, count in pairs if count}, **bins}
+
+    def _bins(self, scores: Sequence[float] | Array, distances: Sequence[float]) -> dict[str, Any]:
+        found = {"scores": bin_counts(scores, self.scores)}
         if self.distances:
-            found["distances"] = bin_counts([one.distance for one in outputs], self.distances)
+            found["distances"] = bin_counts(distances, self.distances)
         return found
 
     def write(self, folder: Path) -> None:
         """Write it to a run folder."""
         write_text(folder / REFERENCE_FILE, json.dumps(asdict(self)) + "\n")
-
-
-def best_classes(probabilities: Array) -> list[int]:
-    """Number of rows, (images, classes), whose best class each is."""
-    counts: list[int]
-    counts = np.bincount(probabilities.argmax(1), minlength=probabilities.shape[1]).tolist()
-    return counts
 
 
 def in_order(values: Array) -> tuple[float, ...]:

@@ -55,7 +55,8 @@ def drift(
         VitError: The run has no reference, or the data have no images.
     """
     loaded = load_run(run)
-    if loaded.thresholds is not None or loaded.answers is not None or not loaded.classes:
+    others = (loaded.thresholds, loaded.answers, loaded.tokenizer)
+    if not loaded.classes or any(one is not None for one in others):
         raise ConfigError(
             f"{run}: only classifiers of one class an image have a reference, and this network's "
             f"task is {loaded.task_name}"
