@@ -17,7 +17,7 @@ LEVEL_0 = {
     f"vit.{name}"
     for name in (
         *("atomic_files", "config", "errors", "event_log", "process_resources", "timing"),
-        *("class_tree", "json_reader"),
+        *("calibration_reference", "class_tree", "json_reader"),
         *("number_answers", "paths", "quick_imports", "score_calibration", "stop_signals"),
         *("text", "version"),
     )
@@ -50,6 +50,10 @@ ALLOWED = {
     "vit.class_tree": {"numpy"},
     "vit.score_calibration": {"vit.class_tree", "vit.config", "vit.errors"},
     "vit.paths": {"vit.errors", "vit.text"},
+    "vit.calibration_reference": {
+        *("numpy", "vit.atomic_files", "vit.config", "vit.errors"),
+        *("vit.json_reader", "vit.score_calibration"),
+    },
     "vit.stop_signals": {"vit.errors"},
     "vit.text": set(),
     "vit.config": {"yaml", *LEVEL_0},

@@ -301,6 +301,12 @@ CAPABILITIES: Sequence[Capability] = (
         *("train calibrate", tasks_with("measures_distance"), DATA, "torch onnx openvino export"),
     ),
     Capability(
+        "Notice images that differ from the calibration's",
+        "calibration_reference evaluation/drift_detection inference/drift serving/watch_file "
+        "commands/drift_command",
+        *("drift serve", tasks_with("measures_distance"), "folder list", "torch"),
+    ),
+    Capability(
         "Compare networks",
         "inference/compare evaluation/paired_comparison evaluation/exact_tests "
         "evaluation/metric_rows commands/compare_command",

@@ -27,7 +27,7 @@ Use the network, new or pretrained (timm/NAME, hf/OWNER/NAME, a run folder), as 
     model = vit.from_pretrained("runs/photos", num_classes=5)
 
 Functions, each a command of the same name: train, plan, tune, predict, evaluate, calibrate,
-compare, runs, check, suggest, verify, report, serve, summary; export_model, export_data,
+compare, drift, runs, check, suggest, verify, report, serve, summary; export_model, export_data,
 convert_model and list_models are `vit export`, `data`, `convert` and `models`; cross_validate is
 `vit train --folds`; set_max_pixels is their flag --max-pixels. Classes: Predictor, Search (of
 captions), Config (by make_config), VisionTransformer, Captioner. Errors that you can fix are raised
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from vit.inference.calibrate import calibrate as calibrate
     from vit.inference.compare import compare as compare
     from vit.inference.compare import compare_runs as compare_runs
+    from vit.inference.drift import drift as drift
     from vit.inference.evaluate import evaluate as evaluate
     from vit.inference.label_errors import check as check
     from vit.inference.prediction_job import predict as predict
@@ -93,6 +94,7 @@ _HOMES = {
     "convert_model": "vit.weights.convert",
     "create_model": "vit.model.build",
     "cross_validate": "vit.commands.train_command",
+    "drift": "vit.inference.drift",
     "evaluate": "vit.inference.evaluate",
     "export_data": "vit.data.sources.dataset_export",
     "export_model": "vit.export.export_formats",

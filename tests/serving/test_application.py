@@ -1,7 +1,9 @@
 """Rows of the server are those of `vit predict`; refusals are sentences."""
 
+import dataclasses
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from vit.errors import ConfigError
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
 from vit.serving.served_model import RowOptions, ServedModel
+from vit.weights.saved_model import load_run, update_run
 
 MODELS = ("tiny", "several", "captions", "fruit")
 
@@ -220,6 +223,22 @@ def test_metrics_count_the_answers_of_reject(client, files):
     answers = [row.get("reason", "class") for row in rows if "error" not in row]
     assert len(answers) == len(files)
     assert counts() == {name: before[name] + answers.count(name) for name in before}
+
+
+def test_reject_needs_no_proven_threshold_where_a_largest_distance_is_known(
+    distance_run, files, tmp_path
+):
+    run = shutil.copytree(distance_run, tmp_path / "run")
+    calibration = dataclasses.replace(load_run(run).calibration, threshold=None)
+    update_run(run, {"calibration": calibration.to_dict()})
+    with running([run]) as client:
+        assert client.get("/models").json["models"][0]["rejects"]
+        rows = client.send(files, reject="true").json["results"]
+    expected = Predictor(run, device="cpu", precision="fp32")(
+        [path for path, _ in files], reject=True
+    )
+    assert [row.get("reason") for row in rows] == [one.unknown for one in expected]
+    assert {one.unknown for one in expected} == {None, "unlike the training images"}
 
 
 def test_answers_forbid_sniffing_frames_and_caches(client, files):

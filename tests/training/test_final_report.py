@@ -131,6 +131,7 @@ def test_the_end_of_a_training_calibrates_the_scores(
     assert read_report(run) == page
     # --overwrite deletes the distance, too: a folder with it alone would be refused
     assert (run / "distance.safetensors").is_file()
+    assert len(json.loads((run / "reference.json").read_text())["distances"]) == 21
     assert foreign_files(run) == []
     delete_run(run)
     assert {path.name for path in run.iterdir()} <= {".lock"}

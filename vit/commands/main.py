@@ -28,6 +28,7 @@ COMMANDS = {
     "compare": "show whether one of two or more trained models is better, on the same images",
     "runs": "list all runs below a folder in one table, with the settings in which they differ",
     "serve": "answer predictions over HTTP, and show a page for trying a model",
+    "drift": "show whether images of the field have become different from the calibration's",
     "convert": "turn any weights into a folder of timm or Hugging Face",
     "export": "turn a trained network into an ONNX file, which runs without torch",
     "verify": "compare an exported file and the predictor with the network, on the same images",

@@ -22,6 +22,7 @@ from vit.commands.command_parser import (
 from vit.config.inference_config import InferenceConfig
 from vit.config.settings import split_settings
 from vit.errors import ConfigError, VitError
+from vit.output.output_file import check_output
 from vit.paths import path_argument
 from vit.serving.server_config import ServerConfig
 from vit.text import Notify
@@ -42,6 +43,7 @@ def add_arguments(parser: CommandParser) -> None:
         "vit serve photos.onnx --host 0.0.0.0 --token-file token.txt",
         "vit serve cats=runs/cats dogs=runs/dogs --port 8080",
         "vit serve runs/photos --engine ray --replicas 1-4",
+        "vit serve runs/photos --watch field.jsonl",
         "curl -F file=@cat.jpg http://127.0.0.1:8000/predict",
     )
     parser.usage = "vit serve MODEL [NAME=MODEL ...] [--host H] [--port P] [options]"
@@ -57,7 +59,8 @@ def add_arguments(parser: CommandParser) -> None:
     add_fields(group, ServerConfig, only=access, flags={"allowed_hosts": "allow_host"})
     group.add_argument("--token-file", metavar="FILE", help="file with the token, in one line")
     limits = parser.add_argument_group("limits (docs/serve.md)")
-    add_fields(limits, ServerConfig, without=access)
+    add_fields(limits, ServerConfig, without=(*access, "watch"))
+    add_fields(parser.add_argument_group("watching (docs/serve.md)"), ServerConfig, only=("watch",))
     group = parser.add_argument_group("network (how it runs)")
     add_fields(group, InferenceConfig, only=NETWORK)
     group.add_argument(
@@ -157,6 +160,9 @@ def serve(
     from vit.serving.replicas import Replicas, serve_replicas
 
     number = Replicas.parse(str(1 if replicas is None else replicas))
+    check_output(config.watch, overwrite=True)
+    if config.watch is not None and engine == "ray":
+        raise ConfigError("watch with engine=ray: its replicas share no file; leave engine out")
     if engine == "ray":
         from vit.serving.ray_deployment import serve_with_ray
 

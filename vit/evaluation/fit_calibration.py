@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vit.calibration_reference import CalibrationReference
 from vit.class_tree import ROOT, ClassTree, answer_of, wrong_from
 from vit.evaluation.classification_metrics import calibration_error, ranking
 from vit.evaluation.intervals import count_groups, count_present
@@ -50,6 +51,7 @@ from vit.evaluation.temperature_scaling import (
     FittedTemperature,
     fit_temperature,
     fold_numbers,
+    scale_logits,
 )
 from vit.score_calibration import (
     COVERAGES,
@@ -158,6 +160,27 @@ def fit_calibration(
     fewest = count_rarest(targets, logits.shape[1], groups)
     kinds = None if tree is None else _kinds(tree, probabilities, calibration)
     return FittedCalibration(calibration, fitted, error, lower, fewest, kinds)
+
+
+def calibration_reference(
+    logits: Tensor,
+    distances: Tensor | None,
+    classes: Sequence[str],
+    calibration: ScoreCalibration,
+) -> CalibrationReference | None:
+    """The images of a calibration as a reference; None of a multi-label network, and of images in
+    groups, since later ones are compared as independent images."""
+    if calibration.multilabel or calibration.groups is not None:
+        return None
+    scaled = scale_logits(logits.double(), calibration.temperature, calibration.exponent)
+    if calibration.farthest is None:  # the run keeps no distance
+        distances = None
+    return CalibrationReference.of(
+        scaled.softmax(dim=1).numpy(),
+        None if distances is None else distances.numpy(),
+        classes,
+        calibration,
+    )
 
 
 class Proof(NamedTuple):

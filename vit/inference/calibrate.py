@@ -27,6 +27,7 @@ from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.fit_calibration import (
     MIN_DISTANCES,
     FittedCalibration,
+    calibration_reference,
     describe_calibration,
     fit_calibration,
 )
@@ -151,10 +152,11 @@ def calibrate(
         logits = probabilities.logit(eps=2**-53)
         names = MultiHot(map(labels_of, targets), len(loaded.classes))
         truth = names[torch.arange(len(targets))]
+    measured = torch.tensor(distances, dtype=torch.float64) if distances else None
     fitted = fit_calibration(
         logits,
         truth,
-        distances=torch.tensor(distances, dtype=torch.float64) if distances else None,
+        distances=measured,
         target_classes=places,
         thresholds=plain.thresholds,
         groups=number_groups(groups) if groups else None,
@@ -173,6 +175,9 @@ def calibrate(
         before = loaded.calibration.temperature if loaded.calibration else 1.0
         factor = before / fitted.calibration.temperature
         changes["thresholds"] = list(rescale_thresholds(loaded.thresholds, factor))
+    reference = calibration_reference(logits, measured, loaded.classes, fitted.calibration)
+    if reference is not None:
+        reference.write(Path(run))
     update_run(run, changes)
     for line in describe_calibration(fitted):
         notify(line)

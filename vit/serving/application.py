@@ -16,7 +16,7 @@ import hmac
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, check
 from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
 from vit.serving.server_metrics import ServerMetrics
+from vit.serving.watch_file import WatchFile
 from vit.text import nearest, printable
 
 CAPTION_FLAGS = {field.name for field in fields(Search)} - {"top_k"} | {"sample_top_k"}
@@ -86,6 +87,9 @@ class Application:
         )
         for name, model in registry.models.items():
             metrics.add_model(name, rejects=model.allows(RowOptions(reject=True)))
+        self.watch: WatchFile | None = None
+        if config.watch is not None:
+            self.watch = WatchFile(config.watch, registry.notify)
         self.budget = MemoryBudget(int(config.max_memory_mb * MEGABYTE), metrics)
         self.stopping = False
         self.document = openapi_document(config, [*registry.models], OPEN_PATHS)
@@ -165,7 +169,7 @@ class Application:
             names = [one.name for one in uploads]
             pending: list[Upload] = [*uploads]
             del uploads  # the scheduler empties `pending`, and so frees bytes as they are decoded
-            outputs = await self.scheduler.predict(model, names, pending)
+            outputs = await self._compute(model, names, pending)
         predictions = [
             model.to_prediction(*one, options) for one in zip(names, outputs, strict=True)
         ]
@@ -225,7 +229,7 @@ class Application:
                 self.config,
             )
             names = parsed.names
-            outputs = await self.scheduler.predict(model, names, parsed.uploads)
+            outputs = await self._compute(model, names, parsed.uploads)
         content, headers = kserve_protocol.make_response(model, parsed, names, outputs)
         return Response(content, headers=headers)
 
@@ -235,6 +239,15 @@ class Application:
             shown = printable(version[:40])
             raise RequestError(404, f"version {shown!r}: models have version 1 only")
         return self.registry.get(request.path_params["name"])
+
+    async def _compute(
+        self, model: ServedModel, names: Sequence[str], uploads: list[Upload]
+    ) -> list[Any]:
+        """Outputs of the images of a request, which are counted if the model is watched."""
+        outputs = await self.scheduler.predict(model, names, uploads)
+        if self.watch is not None and model.reference is not None:
+            self.watch.add(model.reference, outputs)
+        return outputs
 
     # --- requests ----------------------------------------------------------------------------
 

@@ -191,6 +191,7 @@ def serve(
             engine=engine,
             settings=settings,
             notify=notify,
+            watched=config.watch is not None,
         )
         metrics = ServerMetrics()
         application = Application(registry, config, metrics)
@@ -276,6 +277,8 @@ async def _serve(
         notify("stopped")
     finally:
         watching.cancel()
+        if application.watch is not None:
+            application.watch.flush()
 
 
 def bind(host: str, port: int) -> socket.socket:

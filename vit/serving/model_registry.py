@@ -35,12 +35,15 @@ class ModelRegistry:
         engine: str | None = None,
         settings: dict[str, Any],
         notify: Notify,
+        watched: bool = False,
     ) -> None:
-        self.engine, self.settings = engine, settings
+        self.engine, self.settings, self.watched = engine, settings, watched
         self.notify = notify
         self.sources = check_names(words)
         if not self.sources:
             raise ConfigError("models: give at least one run folder or exported file")
+        if watched and len(self.sources) > 1:
+            raise ConfigError("watch: one model is watched; start a server for each")
         self.fingerprints = {name: self._fingerprint(name) for name in self.sources}
         self.models = {name: self._open(name) for name in self.sources}
         self.compute_threads = max(model.compute_threads for model in self.models.values())
@@ -122,7 +125,7 @@ class ModelRegistry:
 
     def _open(self, name: str) -> ServedModel:
         source = self.sources[name]
-        return ServedModel(name, source, self.engine, dict(self.settings))
+        return ServedModel(name, source, self.engine, dict(self.settings), self.watched)
 
     def _measure(self, model: ServedModel) -> None:
         measure_batch_sizes(model, largest_batch(model), self.compute, self.all_cores)

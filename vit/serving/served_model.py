@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vit.calibration_reference import CalibrationReference, load_reference
+from vit.config.stored_config import run_folder_of
 from vit.data.image_io import EncodedImage
 from vit.data.instrument_images import Array
 from vit.errors import BadImage, ConfigError, VitError
@@ -49,12 +51,18 @@ class ServedModel:
         compute_threads: Batches that are computed at the same time; a session of an exported
             network uses all cores for one.
         batch_sizes: Sizes of batches that give the same digits, in order (batch_invariance).
+        reference: The images of its calibration, if it is watched.
         exact_on_all_cores: Whether the smallest one gives these digits on all cores, and sooner.
         seconds: Seconds of one batch of each of them.
     """
 
     def __init__(
-        self, name: str, source: str, engine: str | None, settings: dict[str, Any]
+        self,
+        name: str,
+        source: str,
+        engine: str | None,
+        settings: dict[str, Any],
+        watched: bool = False,
     ) -> None:
         self.name, self.source = name, source
         self.engine = select_engine(source, engine)
@@ -70,6 +78,9 @@ class ServedModel:
                 f"batch_size={settings['batch_size']}: captions are computed one by one, since "
                 "their last digits depend on the batch; leave it out"
             )
+        self.reference: CalibrationReference | None = None
+        if watched:
+            self.reference = load_reference(run_folder_of(source), predictor.calibration)
         predictor.read.holds = predictor.whole_images
         self.compute_threads = predictor.workers if predictor.reads_and_computes else 1
         if getattr(predictor.engine, "distance", None) is not None:

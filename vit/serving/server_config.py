@@ -49,6 +49,9 @@ class ServerConfig:
     """Seconds after which a batch never ends; the server then ends itself, with an error."""
     stop_timeout: float = 30.0
     """Seconds that accepted requests have after a signal to stop."""
+    watch: str | None = None
+    """File (.jsonl) that counts of the answers are appended to, for `vit drift RUN FILE`: one
+    model, a run folder with a calibration."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -64,6 +67,8 @@ class ServerConfig:
             raise ConfigError("token: give printable ASCII characters without spaces around them")
         if self.token == "":
             raise ConfigError("token: it is empty; leave it out, or give one")
+        if self.watch is not None and not self.watch.endswith(".jsonl"):
+            raise ConfigError(f"watch={self.watch}: give a file whose name ends with .jsonl")
         if self.max_image_mb > self.max_request_mb:
             raise ConfigError(
                 f"max_image_mb={self.max_image_mb:g}: a request has at most "

@@ -27,7 +27,11 @@ from vit.evaluation.classification_metrics import (
     recall_lines,
     summarize_classes,
 )
-from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
+from vit.evaluation.fit_calibration import (
+    calibration_reference,
+    describe_calibration,
+    fit_calibration,
+)
 from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
 from vit.output.prediction_results import ImageOutput
 from vit.tasks.distillation import Distillation, classifier_loss
@@ -136,7 +140,10 @@ class Classification(Task):
             **self.calibration_settings(run.splits.classes),
         )
         if fitted is not None:
-            store_calibration(run.folder, fitted.calibration, found.distance, fitted.error)
+            calibration = fitted.calibration
+            kept = (found.logits, found.distances, run.splits.classes, calibration)
+            reference = calibration_reference(*kept)
+            store_calibration(run.folder, calibration, found.distance, fitted.error, reference)
             for line in describe_calibration(fitted):
                 run.notify(line)
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from vit.atomic_files import write_text
+from vit.calibration_reference import CalibrationReference
 from vit.config import Config, DecoderConfig, ModelConfig
 from vit.config.setting_layers import parse_decoder_config, parse_model_config
 from vit.config.settings import PRETRAINING_TASKS
@@ -376,12 +377,15 @@ def store_calibration(
     calibration: ScoreCalibration,
     distance: FeatureDistance | None = None,
     error: float | None = None,
+    reference: CalibrationReference | None = None,
 ) -> None:
     """Write a calibration to a run folder, with its error on held-out images, and the distance from
-    the training images if any.
+    the training images and the reference if any.
 
     The run is valid at any time: without a calibration while the distance is written.
     """
+    if reference is not None:
+        reference.write(Path(folder))
     if calibration.farthest is not None and distance is not None:
         update_run(folder, {CALIBRATION: None, CALIBRATION_ERROR: None})
         write_tensors(Path(folder) / DISTANCE_FILE, distance.state_dict(), {"format": "pt"})

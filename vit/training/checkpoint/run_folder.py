@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vit.atomic_files import atomic_file, explain_write_errors, lock_file, write_text
+from vit.calibration_reference import REFERENCE_FILE
 from vit.config import Config
 from vit.config.data_config import CHANNEL_SETTINGS
 from vit.config.setting_layers import (
@@ -46,7 +47,7 @@ TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
-    *(DISTANCE_FILE, PATHS_FILE, SUMMARY_FILE),
+    *(DISTANCE_FILE, REFERENCE_FILE, PATHS_FILE, SUMMARY_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"
