@@ -123,7 +123,8 @@ def test_a_run_stores_what_it_measured_and_takes_arrays_as_files(deep_run, deep_
         assert np.array_equal(shares(predictor(images)), expected)
 
 
-@pytest.mark.parametrize("name", ["net.onnx", pytest.param("net.xml", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["net.onnx", "net.xml"])
 def test_exported_files_answer_as_torch_does(deep_run, deep_data, tmp_path, name):
     files, other = some(deep_data), tmp_path / name
     expected = shares(vit.Predictor(deep_run, precision="fp32")(files))
@@ -157,8 +158,7 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_sees_the_fourth_channel(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("write", "order", "kind"),
-    [(write_fine, ("1", "0"), "float32"), (write_fine, (), "float32"), (write_planar, (), "uint8")],
+    ("write", "order", "kind"), [(write_fine, ("1", "0"), "float32"), (write_planar, (), "uint8")]
 )
 def test_floats_and_planes_are_learnt(config_of, tmp_path, write, order, kind):
     data = folder_of(tmp_path / "data", write, 24)

@@ -157,7 +157,7 @@ class Tally:
         assert self.while_saving >= while_saving
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole, count):
     draw, tally, (folder, duration) = random.Random(3), Tally(), whole
     for saving in tally.ask(count, count // 2):

@@ -109,16 +109,9 @@ def test_logits_equal_timms(name, args, randomise):
     assert difference(name, randomise, args) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_tiny_patch16_224",
-        pytest.param("vit_small_patch14_reg4_dinov2", marks=pytest.mark.slow),
-        pytest.param("vit_small_patch16_dinov3", marks=pytest.mark.slow),
-    ],
-)
-def test_whole_networks_equal_timms(name, randomise):
-    assert difference(name, randomise, {}) < TOLERANCE
+@pytest.mark.slow
+def test_a_whole_network_equals_timms(randomise):
+    assert difference("vit_tiny_patch16_224", randomise, {}) < TOLERANCE
 
 
 @pytest.mark.parametrize("size", [24, 56])
@@ -155,7 +148,9 @@ def test_relative_positions_equal_timms_at_other_sizes(name, args, size, randomi
 
 
 @pytest.mark.slow
-def test_every_network_is_read_or_refused_by_name():
+def test_every_network_is_read_or_refused_by_name(monkeypatch):
+    # half of the time, for values that tensors on the meta device have not
+    monkeypatch.setattr("timm.layers.weight_init._trunc_normal_", lambda tensor, *_: tensor)
     read, refused = [], []
     for name in timm.list_models(module=list(MODULES)):
         args = {**SMALL, "depth": 1}

@@ -11,7 +11,7 @@ from vit.config import ModelConfig
 from vit.config.presets import preset
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import meta_model
+from vit.model.build import assemble_model, check_fit, meta_model
 from vit.weights.formats.state_dict_names import flatten_patches
 from vit.weights.formats.timm_weights import read_timm, read_timm_config
 from vit.weights.saved_model import from_timm, to_timm
@@ -132,22 +132,26 @@ TOLERANCE = 1e-4
 SMALL_VIT = {"image_size": 32, "patch_size": 8, "dim": 48, "depth": 2, "num_heads": 4}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_tiny_patch16_224",
-        pytest.param("vit_base_patch16_224", marks=pytest.mark.slow),
-        pytest.param("vit_large_patch16_224", marks=pytest.mark.slow),
-        pytest.param("vit_base_patch32_224", marks=pytest.mark.slow),
-        pytest.param("vit_small_patch16_384", marks=pytest.mark.slow),
-    ],
-)
-def test_equals_timm(name, randomise):
+PRESETS = ["vit_tiny_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224"]
+PRESETS += ["vit_base_patch32_224", "vit_small_patch16_384"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_shapes_of_timm(name):
     with torch.device("meta"):
-        theirs = timm.create_model(name)
+        state = timm.create_model(name).state_dict()
+        check_fit(flatten_patches(state), assemble_model(ModelConfig(**preset(name))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_equals_timm(name, randomise):
+    """In two of its blocks, of which a network has as many as the shapes say."""
+    with torch.device("meta"):
+        theirs = timm.create_model(name, depth=2)
     state = randomise(theirs.state_dict())
     theirs.load_state_dict(state, assign=True)
-    settings = preset(name)
+    settings = {**preset(name), "depth": 2}
     images = torch.randn(1, 3, settings["image_size"], settings["image_size"])
     assert (
         output_difference(build(flatten_patches(state), ModelConfig(**settings)), theirs, images)
