@@ -1,10 +1,15 @@
 """How fast `vit check` is, and what it finds of planted copies.
 
     python benchmarks/checking.py DATA [--plant 500] [--seed 0]
+    python benchmarks/checking.py DATA --bursts [--seed 0]
 
 Time is that of the whole work without a cache and without a network. Copies are planted beside all
 images of DATA, each of another one; found is the share that is named together with its original.
 False pairs are among what is named in DATA as it is: look at them, some are true.
+
+`--bursts` makes two to five images of every third one, crops, shifts, compressed copies and frames
+of a pan, beside the others as they are: pairs of one scene are those in one component, as
+`--group auto` finds them.
 """
 
 import argparse
@@ -12,15 +17,19 @@ import io
 import random
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import combinations
 
 import numpy as np
 from PIL import Image, ImageEnhance
 
 from vit.data.checks.dataset_check import check_dataset
-from vit.data.checks.duplicates import find_near_duplicates
+from vit.data.checks.duplicates import MAX_MOVED, find_near_duplicates
 from vit.data.checks.image_stats import downscaled, encode_thumbnail
 from vit.data.image_io import read_image
+from vit.data.sources.open_dataset import list_images
+from vit.data.sources.train_val_split import connected
 
 Draw = random.Random
 
@@ -75,6 +84,59 @@ KINDS: dict[str, Callable[[Image.Image, Draw], Image.Image]] = {
 }
 
 
+def frame(image: Image.Image, left: float, top: float, share: float) -> Image.Image:
+    """A part of `share` of the sides; `left` and `top` are shares of what it leaves out."""
+    rest = 1 - share
+    return cut(image, [rest * left, rest * top, rest * (1 - left), rest * (1 - top)])
+
+
+BURSTS: dict[str, Callable[[Image.Image, Draw, int], Image.Image]] = {
+    "crops of 88 to 100 % of the sides": lambda image, draw, _: frame(
+        image, draw.random(), draw.random(), draw.uniform(0.88, 1)
+    ),
+    "shifts of up to 8 % of the sides": lambda image, draw, _: frame(
+        image, draw.random(), draw.random(), 0.92
+    ),
+    "JPEG quality 40 to 90": lambda image, _draw, _number: image,
+    "frames of a pan, each 2.5 % further": lambda image, _, number: frame(
+        image, number / 8, 0.5, 0.8
+    ),
+}
+
+
+def measure_bursts(paths: list[str], draw: Draw) -> None:
+    """Print the recall of the pairs of each kind of burst, and the precision of all."""
+    order = draw.sample(paths, len(paths))
+    scenes, thumbnails, sides = [], [], []
+    for number, path in enumerate(order):
+        image, kinds = read_image(path), [*BURSTS]
+        kind = kinds[number // 3 % len(kinds)] if number % 3 == 0 else ""
+        for at in range(draw.randint(2, 5) if kind else 1):
+            shown = compressed(BURSTS[kind](image, draw, at), draw) if kind else image
+            scenes.append((number, kind))
+            thumbnails.append(encode_thumbnail(np.asarray(downscaled(shown), dtype=np.int16)))
+            sides.append(min(shown.size))
+    began = time.perf_counter()
+    pairs = find_near_duplicates(thumbnails, sides, max_overhang=MAX_MOVED)
+    seconds = time.perf_counter() - began
+    found = [
+        pair for group in connected(p[:2] for p in pairs) for pair in combinations(sorted(group), 2)
+    ]
+    right = Counter(scenes[a][1] for a, b in found if scenes[a] == scenes[b])
+    sizes = Counter(scenes)
+    every = Counter[str]()
+    for (_, kind), size in sizes.items():
+        every[kind] += size * (size - 1) // 2
+    print(
+        f"{len(scenes):,} images, compared in {seconds:.1f} s\n\n"
+        "| kind | pairs | found |\n|---|---|---|"
+    )
+    for kind in BURSTS:
+        print(f"| {kind} | {every[kind]:,} | {right[kind] / every[kind]:.4f} |")
+    print(f"| all | {every.total():,} | {right.total() / every.total():.4f} |")
+    print(f"precision of {len(found):,} pairs: {right.total() / len(found):.4f}")
+
+
 def planted(paths: list[str], number: int, draw: Draw) -> list[tuple[int, str, Image.Image]]:
     """Place of the original, kind and image of so many copies a kind, each of another image."""
     kinds = list(KINDS)
@@ -92,7 +154,11 @@ def main() -> None:
     parser.add_argument("--plant", type=int, default=500)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bursts", action="store_true")
     args = parser.parse_args()
+    if args.bursts:
+        measure_bursts(list_images([args.data]), Draw(args.seed))
+        return
     began = time.perf_counter()
     report = check_dataset(args.data, workers=args.workers, cache=False)
     seconds, cpu = time.perf_counter() - began, used()

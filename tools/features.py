@@ -228,7 +228,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Hold out validation images",
-        "data/sources/train_val_split data/sources/split_file",
+        "data/sources/train_val_split data/sources/split_file data/sources/scene_groups",
         *("train", TASKS, DATA),
     ),
     Capability(

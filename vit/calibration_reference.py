@@ -120,6 +120,6 @@ def load_reference(folder: Path, calibration: ScoreCalibration | None) -> Calibr
     if calibration is None or found is None or found.calibration != calibration_digest(calibration):
         raise ConfigError(
             f"{folder} has no reference to compare images with: `vit calibrate RUN DATA` makes one "
-            "of 50 labelled images or more that the network was not trained on, not in groups"
+            "of 50 labelled images or more that the network was not trained on"
         )
     return found

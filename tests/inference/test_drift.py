@@ -134,7 +134,10 @@ def test_a_run_without_a_reference_of_its_calibration_is_refused(
     assert "this network's task is multilabel" in capsys.readouterr().err
 
 
-def test_images_in_groups_are_no_reference(distance_run, tiny_data, tmp_path):
+def test_of_images_in_groups_one_each_is_a_reference(distance_run, tiny_data, tmp_path):
     run = shutil.copytree(distance_run, tmp_path / "run")
     calibrate(run, str(tiny_data), group=r"(\d)\.", **EXACT)
-    assert not (run / "reference.json").exists()
+    reference = json.loads((run / "reference.json").read_text())
+    stored = json.loads((run / "config.json").read_text())["vit"]["calibration"]
+    groups = stored["groups"]
+    assert len(reference["scores"]) == sum(reference["answers"].values()) == groups < 20

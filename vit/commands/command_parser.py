@@ -308,7 +308,7 @@ def add_setting(group: Any, setting: Setting) -> None:
         return
     if not setting.section and is_comma_separated(setting.kind):
         options["action"] = "append"
-    if choices := choices_of(setting.kind):
+    if len(choices := choices_of(setting.kind)) > 1:
         options["metavar"] = "{" + "|".join(choices) + "}"
     else:
         options["metavar"] = setting.name.split("_")[-1].upper()

@@ -85,6 +85,9 @@ class SourceConfig(Section):
 class DataConfig(SourceConfig):
     """The dataset, its loading and batches, and the evaluation transform."""
 
+    group: str | Literal["auto"] | None = "auto"
+    """Column of a list, or regex over paths; equal values share a split, and count as one. auto:
+    images of one scene, by their looks and EXIF data; none: each image on its own."""
     order: tuple[str, ...] = setting((), tasks=("ordinal",), before_plan=True, alone=BY_NUMBER)
     """The grades from the lowest on, of classes that have an order; alone: they are numbers."""
     folds: int | None = setting(None, least=2, tasks=LABEL_TASKS)

@@ -324,11 +324,10 @@ def convert(kind: Any, value: Any, name: str) -> Any:
     """Check `value`, from a file or typed as a flag, against the annotation `kind`."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        if value in (None, "none", "auto", ["none"]):
-            return None
         first, *others = options
-        is_word = any(value in choices_of(one) for one in others)
-        return value if is_word else convert(first, value, name)
+        if any(value in choices_of(one) for one in others):
+            return value
+        return None if value in (None, "none", "auto", ["none"]) else convert(first, value, name)
     if origin in (Literal, Annotated):
         choices = choices_of(kind)
         if value not in choices:

@@ -1,6 +1,6 @@
 """Dataset types: image records of a source, and samples with class indices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -138,6 +138,8 @@ class Splits:
     """Unit of each of the numbers of the images, such as cm, or empty."""
     target_classes: tuple[tuple[str, ...], ...] = ()
     """Classes of each of `targets`, sorted, of which a number is the index; none of numbers."""
+    scenes: Mapping[str, str] = field(default_factory=dict)
+    """As `DatasetSpec.scenes`."""
 
 
 def labels_of(sample: Sample) -> tuple[int, ...]:

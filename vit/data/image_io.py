@@ -28,6 +28,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
@@ -225,6 +226,22 @@ def read_size(path: PathLike | EncodedImage, axes: str = "") -> tuple[int, int]:
     """Read the (width, height) at which an image is decoded, before any EXIF rotation."""
     with _open_image(path, axes) as image:
         return image.size
+
+
+def read_capture(path: PathLike | EncodedImage) -> tuple[str, float]:
+    """The camera in the EXIF data of the image at `path`, and the time in seconds since 1970 by its
+    clock; an empty name and 0 without both."""
+    with _open_image(path) as image, contextlib.suppress(Exception):  # a damaged tag
+        exif = image.getexif()  # type: ignore[union-attr]  # an ArrayImage has none
+        details = exif.get_ifd(ExifTags.IFD.Exif)
+        taken = datetime.strptime(str(details[ExifTags.Base.DateTimeOriginal]), "%Y:%m:%d %H:%M:%S")
+        fraction = float(f"0.{int(details.get(ExifTags.Base.SubsecTimeOriginal, 0))}")
+        names = exif.get(ExifTags.Base.Make), exif.get(ExifTags.Base.Model)
+        camera = " ".join(
+            str(one) for one in (*names, details.get(ExifTags.Base.BodySerialNumber)) if one
+        )
+        return camera, taken.replace(tzinfo=timezone.utc).timestamp() + fraction
+    return "", 0.0
 
 
 class StoredValues(NamedTuple):

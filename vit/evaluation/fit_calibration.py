@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,11 +168,16 @@ def calibration_reference(
     distances: Tensor | None,
     classes: Sequence[str],
     calibration: ScoreCalibration,
+    groups: Tensor | None = None,
 ) -> CalibrationReference | None:
-    """The images of a calibration as a reference; None of a multi-label network, and of images in
-    groups, since later ones are compared as independent images."""
-    if calibration.multilabel or calibration.groups is not None:
+    """The images of a calibration as a reference, of each group the first one, since later images
+    are compared as independent ones; None of a multi-label network."""
+    if calibration.multilabel:
         return None
+    if groups is not None:
+        firsts = torch.from_numpy(np.unique(groups.numpy(), return_index=True)[1])
+        logits = logits[firsts]
+        distances = None if distances is None else distances[firsts]
     scaled = scale_logits(logits.double(), calibration.temperature, calibration.exponent)
     if calibration.farthest is None:  # the run keeps no distance
         distances = None

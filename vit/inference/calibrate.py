@@ -153,13 +153,14 @@ def calibrate(
         names = MultiHot(map(labels_of, targets), len(loaded.classes))
         truth = names[torch.arange(len(targets))]
     measured = torch.tensor(distances, dtype=torch.float64) if distances else None
+    numbers = number_groups(groups) if groups else None
     fitted = fit_calibration(
         logits,
         truth,
         distances=measured,
         target_classes=places,
         thresholds=plain.thresholds,
-        groups=number_groups(groups) if groups else None,
+        groups=numbers,
         **(task.calibration_settings(loaded.classes) | chosen),
     )
     if fitted is None:
@@ -175,7 +176,8 @@ def calibrate(
         before = loaded.calibration.temperature if loaded.calibration else 1.0
         factor = before / fitted.calibration.temperature
         changes["thresholds"] = list(rescale_thresholds(loaded.thresholds, factor))
-    reference = calibration_reference(logits, measured, loaded.classes, fitted.calibration)
+    kept = (logits, measured, loaded.classes, fitted.calibration, numbers)
+    reference = calibration_reference(*kept)
     if reference is not None:
         reference.write(Path(run))
     update_run(run, changes)

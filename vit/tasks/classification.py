@@ -131,17 +131,18 @@ class Classification(Task):
                 f"calibration needs {MIN_IMAGES} validation images, and there "
                 f"{'is' if few == 1 else 'are'} {few}"
             )
+        groups = found.calibration_groups(run.notify)
         fitted = fit_calibration(
             found.logits,
             found.labels,
             fitted=found.temperature,
             distances=found.distances,
-            groups=found.calibration_groups(run.notify),
+            groups=groups,
             **self.calibration_settings(run.splits.classes),
         )
         if fitted is not None:
             calibration = fitted.calibration
-            kept = (found.logits, found.distances, run.splits.classes, calibration)
+            kept = (found.logits, found.distances, run.splits.classes, calibration, groups)
             reference = calibration_reference(*kept)
             store_calibration(run.folder, calibration, found.distance, fitted.error, reference)
             for line in describe_calibration(fitted):

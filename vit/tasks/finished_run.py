@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,7 +244,7 @@ class FinishedRun:
             distance,
             None if distance is None else distance.combine(torch.cat(distances)).double(),
             properties,
-            self.task.dataset_spec(self.config),
+            replace(self.task.dataset_spec(self.config), scenes=self.splits.scenes),
         )
 
     def _fit_distance(self) -> FeatureDistance | None:

@@ -17,6 +17,7 @@ from vit.config.setting_layers import with_settings
 from vit.config.settings import refuse
 from vit.data.auto_augment import THREE_JITTER
 from vit.data.captions.tokenizer import Tokenizer
+from vit.data.checks.scenes import find_scenes
 from vit.data.dataset_types import Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
 from vit.data.image_tiles import TileGrid, open_tiles
@@ -27,6 +28,7 @@ from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
+from vit.data.sources.scene_groups import SceneFinder, recorded_scenes
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
 from vit.process_resources import usable_cores
@@ -40,6 +42,8 @@ from vit.weights.formats.pretrained import Pretrained
 THREADS = 8
 """Where the disk is what takes time; where reading takes the processor's, more are slower."""
 CHUNK = 256
+SCENES_SHARE = 0.1
+"""Largest share of the time of a training that the search for scenes may take."""
 WAITING_SHARE = 0.5
 """Share of the time of a chunk without the processor from which on threads read the others."""
 
@@ -83,8 +87,9 @@ def prepare_data(
 ) -> tuple[Config, Splits, dict[str, str]]:
     """Open the data, and complete the settings that they decide; returns settings, images and the
     unreadable images with the reason."""
+    scenes = scene_finder(config, accelerator, resumed)
     try:
-        splits = open_data(config, listing)
+        splits = open_data(config, listing, find_scenes=scenes)
     except DataError as failure:
         if resumed is None or os.path.exists(config.data.data):
             raise
@@ -131,6 +136,21 @@ def prepare_data(
     return config, splits, {image.path: image.reason for image in scan.bad}
 
 
+def scene_finder(config: Config, accelerator: Accelerator, resumed: Path | None) -> SceneFinder:
+    """Returns what finds the scenes of images: the main process, or the record of a resumed run."""
+    if resumed is not None:
+        return recorded_scenes(resumed)
+    limit = config.training.seconds
+    seconds = None if limit is None else limit * SCENES_SHARE
+
+    def find(paths: Sequence[str], _root: Path) -> list[list[str]] | None:
+        if config.data.tiles or config.training.pretrains:  # too large to read twice; no score
+            return []
+        return on_main(accelerator, lambda: find_scenes(paths, seconds=seconds))
+
+    return find
+
+
 def task_of(config: Config) -> Task:
     """The task of a training, without its data."""
     return get_task(config.training.task)
@@ -154,6 +174,7 @@ def open_data(
     listing: Listing | None = None,
     *,
     compare: bool = True,
+    find_scenes: SceneFinder | None = None,
 ) -> Splits:
     """Open the images, with their classes, captions, or both."""
     data, training = config.data, config.training
@@ -171,6 +192,7 @@ def open_data(
         fold=None if data.folds is None else Fold(data.fold or 1, data.folds),
         listing=listing,
         compare=compare,
+        find_scenes=find_scenes,
     )
 
 

@@ -47,7 +47,7 @@ def test_resized_cropped_and_brightened_copies_are_found_and_no_other_pairs():
     images = [scene(seed) for seed in range(30)]
     changed = [variants(image, draw) for image in images]
     for kind in changed[0]:
-        shown = [thumbnail(image) for image in images] + [thumbnail(one[kind]) for one in changed]
+        shown = [*map(thumbnail, images), *(thumbnail(one[kind]) for one in changed)]
         pairs = {pair[:2] for pair in find_near_duplicates(shown, [72] * 60)}
         expected = {(at, at + 30) for at in range(30)}
         assert pairs <= expected
@@ -62,9 +62,9 @@ def test_known_images_are_not_compared_with_each_other(monkeypatch):
     compared = []
     search = duplicates._similar_in_block
 
-    def counted(rows, top, left, table, window):
+    def counted(rows, top, left, table, scale):
         compared.append(len(rows) * len(table))
-        return search(rows, top, left, table, window)
+        return search(rows, top, left, table, scale)
 
     monkeypatch.setattr(duplicates, "ROWS", 8)
     monkeypatch.setattr(duplicates, "_similar_in_block", counted)
@@ -108,19 +108,61 @@ def test_images_without_details_are_not_compared():
         assert find_near_duplicates(shown, sides) == []
 
 
-def test_candidates_among_many_similar_images_are_bounded_to_the_nearest(monkeypatch):
-    tables = [torch.nn.functional.normalize(torch.randn(64, 5) * 0.1 + 1, dim=1)]
-    row, column, window = duplicates._search_rows(tables, 0, 64)
-    similar = tables[0] @ tables[0].T
-    similar.fill_diagonal_(-2)
+def test_images_between_which_the_camera_has_moved_are_found_where_asked():
+    images = [scene(seed) for seed in range(20)]
+    shown = [thumbnail(image.crop((0, 0, 88, 68))) for image in images]
+    shown += [thumbnail(image.crop((8, 4, 96, 72))) for image in images]
+    found = find_near_duplicates(shown, [68] * 40, max_overhang=duplicates.MAX_MOVED)
+    assert [pair[:2] for pair in found] == [(at, at + 20) for at in range(20)]
+    assert find_near_duplicates(shown, [68] * 40) == []
+
+
+def test_two_images_of_one_scene_are_enough():
+    shown = [thumbnail(scene(4)), thumbnail(scene(4).crop((0, 0, 90, 72)))]
+    assert [pair[:2] for pair in find_near_duplicates(shown, [72, 72])] == [(0, 1)]
+
+
+def test_candidates_among_many_similar_images_are_bounded_to_the_nearest():
+    torch.manual_seed(0)
+    table = torch.nn.functional.normalize(torch.randn(64, 5) * 0.1 + 1, dim=1)
+    row, column, _ = duplicates._search_rows([table, table], 0, 64).T
+    similar = (table @ table.T).fill_diagonal_(-2)
     expected = similar.topk(duplicates.NEAREST, dim=1).indices.sort(dim=1).values
-    assert not window.any()
     assert row.bincount().tolist() == [duplicates.NEAREST] * 64
     assert torch.equal(column.view(64, -1).sort(dim=1).values, expected)
 
 
-def test_candidates_among_few_similar_images_are_all_found():
-    tables = [torch.nn.functional.normalize(torch.randn(64, 40), dim=1) for _ in range(2)]
-    tables[1][9] = tables[0][40]
-    row, column, window = duplicates._search_rows(tables, 0, 64)
-    assert (row.tolist(), column.tolist(), window.tolist()) == ([40], [9], [1])
+def test_candidates_equal_brute_force(monkeypatch):
+    monkeypatch.setattr(duplicates, "ROWS", 48)
+    monkeypatch.setattr(duplicates, "COLUMNS", 64)
+    torch.manual_seed(0)
+    tables = [torch.nn.functional.normalize(torch.randn(150, 9), dim=1) for _ in range(2)]
+    with duplicates.single_core_threads(2) as pool:
+        pairs, scales = duplicates.candidate_pairs(tables, pool)
+    similar = torch.stack([tables[0] @ table.T for table in tables])
+    similar[0] = similar[0].triu(1)
+    similar[1].fill_diagonal_(0)
+    highest, scale = similar.max(0)
+    values, column = highest.topk(duplicates.NEAREST, dim=1)
+    expected = {
+        (row, other, int(scale[row, other]))
+        for row in range(150)
+        for value, other in zip(values[row].tolist(), column[row].tolist(), strict=True)
+        if value > duplicates.MIN_SIMILARITY
+    }
+    found = [*zip(*pairs.T.tolist(), scales.tolist(), strict=True)]
+    assert sorted(found) == sorted(expected)
+    assert len({which for *_, which in expected}) == 2
+
+
+def test_the_usual_spectrum_is_that_of_noise_with_falling_power():
+    side = duplicates.THUMBNAIL_SIDE
+    frequency = torch.fft.fftfreq(side, 1 / side)
+    amplitude = (frequency[:, None] ** 2 + frequency**2).clamp(min=1).rsqrt()
+    amplitude[0, 0] = 0
+    torch.manual_seed(0)
+    noise = torch.fft.ifft2(torch.fft.fft2(torch.randn(4000, side, side)) * amplitude).real
+    measured = torch.fft.rfft2(noise * duplicates.window()).abs().square().mean(0).sqrt()
+    expected = duplicates.usual_spectrum(duplicates.window())
+    ratio = (measured / expected)[:7, :7]
+    assert torch.allclose(ratio, ratio.mean().expand(7, 7), rtol=0.06)

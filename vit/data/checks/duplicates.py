@@ -1,12 +1,11 @@
 """Exact and near duplicates as problems: leaks between splits, contradicting labels, copies."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -131,7 +130,9 @@ MAX_TONE_CHANGE = 0.3
 MAX_MEAN_COLOUR, MAX_COLOUR = 7.0, 30.0
 """Maximum colour difference in [0, 255]: mean, and anywhere."""
 MAX_OVERHANG = 0.02
-"""Maximum extent of each image beyond the other, as a share of half a side."""
+"""Maximum extent of each of two copies beyond the other, as a share of half a side."""
+MAX_MOVED = 0.5
+"""The same of two images of one scene, between which the camera has moved."""
 PAIRS = 4096
 """Pairs that a thread compares at a time."""
 
@@ -150,6 +151,7 @@ def find_near_duplicates(
     thumbnails: Sequence[bytes],
     short_sides: Sequence[int],
     *,
+    max_overhang: float = MAX_OVERHANG,
     known: int = 0,
     workers: int | None = None,
     progress: Callable[[int], object] = lambda _rows: None,
@@ -157,16 +159,20 @@ def find_near_duplicates(
     """Find pairs of images that are nearly the same, in order; `short_sides` are in pixels."""
     if len(thumbnails) < 2:
         return []
-    images = _Thumbnails.decode(thumbnails, short_sides)
+    images = Thumbnails.decode(thumbnails, short_sides)
     contrast = torch.cat(
         [part.flatten(1).float().std(1) for part in torch.split(images.grey, 2**13)]
     )
     kept = ((contrast >= MIN_CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
     progress(len(thumbnails) - len(kept))
+    if len(kept) < 2:
+        return []
     with single_core_threads(workers) as pool:
         kept_known = int((kept < known).sum())
-        pairs, windows = candidate_pairs(images.grey[kept], pool, progress, known=kept_known)
-        return _verify_pairs(images, kept[pairs], windows, pool)
+        some = Thumbnails(*(part[kept] for part in images))
+        tables = [scene_features(some, scale) for scale in SCALES]
+        pairs, scales = candidate_pairs(tables, pool, progress, known=kept_known)
+        return _verify_pairs(images, kept[pairs], scales, pool, max_overhang)
 
 
 def verify_near_duplicates(
@@ -179,14 +185,15 @@ def verify_near_duplicates(
     """Those of `pairs` that are nearly the same image; `short_sides` are in pixels."""
     if not pairs:
         return []
-    images, both = _Thumbnails.decode(thumbnails, short_sides), torch.tensor(pairs)
+    images, both = Thumbnails.decode(thumbnails, short_sides), torch.tensor(pairs)
     both = both[(images.sides[both] >= TINY).all(1)]
-    windows = torch.arange(len(WINDOWS)).repeat_interleave(len(both))
+    both = torch.cat([both, both.flip(1)])
+    scales = torch.arange(len(SCALES)).repeat_interleave(len(both))
     with single_core_threads(workers) as pool:
-        return _verify_pairs(images, both.repeat(len(WINDOWS), 1), windows, pool)
+        return _verify_pairs(images, both.repeat(len(SCALES), 1), scales, pool)
 
 
-class _Thumbnails(NamedTuple):
+class Thumbnails(NamedTuple):
     grey: Tensor
     """(images, side, side) uint8."""
     chroma: Tensor
@@ -195,8 +202,8 @@ class _Thumbnails(NamedTuple):
     """Short sides of the images, in pixels."""
 
     @classmethod
-    def decode(cls, thumbnails: Sequence[bytes], short_sides: Sequence[int]) -> "_Thumbnails":
-        values = np.frombuffer(b"".join(thumbnails), dtype=np.uint8).copy()
+    def decode(cls, thumbnails: Sequence[bytes], short_sides: Sequence[int]) -> "Thumbnails":
+        values = np.frombuffer(bytearray().join(thumbnails), dtype=np.uint8)
         grey, chroma = (
             torch.from_numpy(values).view(len(thumbnails), -1).tensor_split([THUMBNAIL_SIDE**2], 1)
         )
@@ -208,23 +215,29 @@ class _Thumbnails(NamedTuple):
 
 
 def _verify_pairs(
-    images: _Thumbnails, pairs: Tensor, windows: Tensor, pool: ThreadPoolExecutor
+    images: Thumbnails,
+    pairs: Tensor,
+    scales: Tensor,
+    pool: ThreadPoolExecutor,
+    max_overhang: float = MAX_OVERHANG,
 ) -> list[Pair]:
     """The pairs that are nearly the same, each once, with its best score."""
+    if not len(pairs):
+        return []
 
     def verify(part: tuple[Tensor, Tensor]) -> list[Pair]:
-        (first, second), guess = part[0].T, WINDOW_TRANSFORMS[part[1]]
+        (first, second), scale = part[0].T, torch.tensor(SCALES)[part[1]]
         grey, chroma = images.grey, images.chroma
-        score = compare_pairs(grey[first], grey[second], chroma[first], chroma[second], guess)
+        score = compare_pairs(grey[first], grey[second], chroma[first], chroma[second], scale)
         sharp = torch.minimum(images.sides[first], images.sides[second]) >= SHARP
         min_details = torch.where(sharp, MIN_DETAILS[True], MIN_DETAILS[False])
         same = (score.correlation > MIN_CORRELATION) & (score.details > min_details)
-        same &= (score.tone < MAX_TONE_CHANGE) & (score.overhang < MAX_OVERHANG)
+        same &= (score.tone < MAX_TONE_CHANGE) & (score.overhang < max_overhang)
         same &= (score.mean_colour < MAX_MEAN_COLOUR) & (score.colour < MAX_COLOUR)
         values = (first[same].tolist(), second[same].tolist(), score.correlation[same].tolist())
         return [Pair(min(a, b), max(a, b), value) for a, b, value in zip(*values, strict=True)]
 
-    parts = zip(torch.split(pairs, PAIRS), torch.split(windows, PAIRS), strict=True)
+    parts = zip(torch.split(pairs, PAIRS), torch.split(scales, PAIRS), strict=True)
     best: dict[tuple[int, int], float] = {}
     for pair in (pair for found in pool.map(verify, parts) for pair in found):
         best[pair[:2]] = max(best.get(pair[:2], 0.0), pair.score)
@@ -246,88 +259,79 @@ def single_core_threads(workers: int | None) -> Iterator[ThreadPoolExecutor]:
 
 # --- candidates ----------------------------------------------------------------------------------
 
-WINDOWS = (
-    *((0.0, 1.0, 0.0, 1.0), (0.05, 0.95, 0.05, 0.95), (0.1, 0.9, 0.1, 0.9)),
-    *((0.0, 0.9, 0.0, 0.9), (0.1, 1.0, 0.0, 0.9), (0.0, 0.9, 0.1, 1.0), (0.1, 1.0, 0.1, 1.0)),
-)
-"""Crops that are searched for: top, bottom, left, right as shares of the sides."""
-WINDOW_TRANSFORMS = torch.tensor(
-    [
-        [[bottom - top, top + bottom - 1], [right - left, left + right - 1]]
-        for top, bottom, left, right in WINDOWS
-    ]
-)
-"""Scale and shift of rows and columns that map an image to each window, (windows, 2, 2)."""
-NUM_FREQUENCIES = 8
-"""Frequencies of the transform: those of fewer half periods, over both sides together."""
-MIN_FEATURE_CORRELATION = 0.87
-"""Minimum correlation of cosine features of a candidate pair."""
+FREQUENCIES = 6
+"""Frequencies of the spectrum, per side, that describe an image wherever its content lies."""
+SPECTRUM_POWER = 0.3
+"""Power of the magnitudes: natural images have far larger ones at low frequencies."""
+LAYOUT_SIDE, COLOUR_SIDE = 4, 2
+"""Sides of the grey and the colour layout that describe an image beside its spectrum."""
+LAYOUT_WEIGHT = 0.7
+SCALES = (1.0, 0.9, 0.8)
+"""Sides of the parts of images that are searched for, as shares; they may lie anywhere."""
+MIN_SIMILARITY = 0.81
+"""Minimum cosine similarity of the features of a candidate pair."""
 NEAREST = 8
-"""Candidate pairs per image."""
+"""Candidate pairs per image; of whole images, with later ones."""
 ROWS, COLUMNS, GROUPS = 512, 4096, 32
 """Block sizes of the comparison: a product that fits the caches of a core."""
 
 
 def candidate_pairs(
-    grey: Tensor,
+    tables: Sequence[Tensor],
     pool: ThreadPoolExecutor,
     progress: Callable[[int], object] = lambda _rows: None,
     *,
     known: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Candidate pairs, (pairs, 2), and which of WINDOWS the first image is of the second,
-    (pairs,)."""
+    """Candidate pairs, (pairs, 2), and which of SCALES the part of the second image has that looks
+    like the first, (pairs,), from the `scene_features` at each scale."""
     # padded to full groups with zero features, which are similar to none
-    padding = (0, 0, 0, -len(grey) % GROUPS)
-    tables = [F.pad(dct_features(grey, window), padding) for window in WINDOW_TRANSFORMS]
-    tops = range(0, len(grey), ROWS)
-    pairs, windows = [torch.empty(0, 2, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    number = len(tables[0])
+    tables = [F.pad(table, (0, 0, 0, -number % GROUPS)) for table in tables]
+    tops, found = range(0, number, ROWS), [torch.empty(0, 3, dtype=torch.int64)]
 
-    def search(top: int) -> tuple[Tensor, Tensor, Tensor]:
-        number = min(ROWS, len(grey) - top)
+    def search(top: int) -> Tensor:
+        rows = min(ROWS, number - top)
         # whole groups; the pairs of known images in them are dropped below
-        first = min(known, len(grey) - 1) // GROUPS * GROUPS if top + number <= known else 0
-        return _search_rows(tables, top, number, first)
+        first = min(known, number - 1) // GROUPS * GROUPS if top + rows <= known else 0
+        return _search_rows(tables, top, rows, first)
 
-    for row, column, window in pool.map(search, tops):
-        new = torch.maximum(row, column) >= known
-        row, column, window = row[new], column[new], window[new]
-        pairs.append(torch.stack([row, column], dim=1))
-        windows.append(window)
-        progress(ROWS if len(pairs) <= len(tops) else len(grey) - tops[-1])
-    return _without_mirrored(torch.cat(pairs), torch.cat(windows))
+    for part in pool.map(search, tops):
+        found.append(part[(part[:, :2] >= known).any(1)])
+        progress(ROWS if len(found) <= len(tops) else number - tops[-1])
+    pairs = torch.cat(found)
+    return pairs[:, :2], pairs[:, 2]
 
 
-def _without_mirrored(pairs: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Without pairs of whole images that are also there in the other order."""
-    second, first = pairs.T
-    key = pairs.amin(1) * (int(pairs.max()) + 1 if len(pairs) else 1) + pairs.amax(1)
-    mirrored = (windows == 0) & (first < second)
-    keep = ~(mirrored & torch.isin(key, key[(windows == 0) & ~mirrored]))
-    return pairs[keep], windows[keep]
-
-
-def _search_rows(
-    tables: Sequence[Tensor], top: int, number: int, first: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and window of the NEAREST most similar columns, from the first on, of each of so
-    many rows."""
+def _search_rows(tables: Sequence[Tensor], top: int, number: int, first: int = 0) -> Tensor:
+    """Row, column and scale, (pairs, 3), of the NEAREST most similar columns, from the first on, of
+    each of so many rows."""
     rows = tables[0][top : top + number]
     found = [
-        _similar_in_block(rows, top, left, table[left : left + COLUMNS], window)
+        _similar_in_block(rows, top, left, table[left : left + COLUMNS], scale)
         for left in range(first, len(tables[0]), COLUMNS)
-        for window, table in enumerate(tables)
+        for scale, table in enumerate(tables)
+        if scale or left + COLUMNS > top
     ]
-    return _nearest_per_row(np.concatenate(found, axis=1))
+    row, column, scale, similarity = torch.cat(found, dim=1)
+    order = similarity.argsort(descending=True, stable=True)
+    order = order[row[order].argsort(stable=True)]
+    pairs = torch.stack([row, column, scale], dim=1)[order].long()
+    # the best scale of each pair
+    _, place = torch.unique(pairs[:, :2], dim=0, return_inverse=True)
+    ranks = torch.arange(len(pairs))
+    best = torch.full((len(pairs),), len(pairs)).scatter_reduce(0, place, ranks, "amin")
+    pairs = pairs[best[place] == ranks]
+    counts = pairs[:, 0].bincount(minlength=1)
+    rank = torch.arange(len(pairs)) - (counts.cumsum(0) - counts)[pairs[:, 0]]
+    return pairs[rank < NEAREST]
 
 
-def _similar_in_block(
-    rows: Tensor, top: int, left: int, table: Tensor, window: int
-) -> np.ndarray[Any, Any]:
-    """Row, column, window and similarity of similar pairs of a block, (4, pairs) float64."""
+def _similar_in_block(rows: Tensor, top: int, left: int, table: Tensor, scale: int) -> Tensor:
+    """Row, column, scale and similarity of similar pairs of a block, (4, pairs) float64."""
     similar = rows @ table.T
     groups = similar.view(len(rows), GROUPS, -1)
-    row, group = (groups.amax(1) > MIN_FEATURE_CORRELATION).nonzero().unbind(1)
+    row, group = (groups.amax(1) > MIN_SIMILARITY).nonzero().unbind(1)
     if len(row) > 2 * len(rows):  # many: no more than can be needed
         values, column = similar.topk(min(NEAREST + 1, len(table)), dim=1)
         row = torch.arange(len(rows))[:, None].expand_as(column)
@@ -335,40 +339,88 @@ def _similar_in_block(
         values = groups[row, :, group]
         column = torch.arange(GROUPS) * groups.shape[2] + group[:, None]
         row = row[:, None].expand_as(column)
-    keep = (values > MIN_FEATURE_CORRELATION) & (row + top != column + left)
-    row, column, values = row[keep] + top, column[keep] + left, values[keep].double()
-    return torch.stack([row, column, torch.full_like(row, window), values]).numpy()
+    row, column = row + top, column + left
+    # of whole images both orders are the same pair
+    other = row != column if scale else row < column
+    keep = (values > MIN_SIMILARITY) & other
+    row, column, values = row[keep], column[keep], values[keep].double()
+    return torch.stack([row, column, torch.full_like(row, scale), values])
 
 
-def _nearest_per_row(found: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, column and window of the NEAREST most similar columns of each row."""
-    found = found[:, np.argsort(-found[3], kind="stable")]
-    # the best window of each pair; indices are whole numbers below 2^26
-    _, once = np.unique(found[0] * 2**26 + found[1], return_index=True)
-    found = found[:, np.sort(once)]
-    found = found[:, np.argsort(found[0], kind="stable")]
-    _, starts, counts = np.unique(found[0], return_index=True, return_counts=True)
-    rank = np.arange(found.shape[1]) - np.repeat(starts, counts)
-    row, column, window = torch.from_numpy(found[:3, rank < NEAREST]).long()
-    return row, column, window
+def scene_features(images: Thumbnails, scale: float = 1.0) -> Tensor:
+    """Unit-length features of the central part of images, `scale` of their sides, (images,
+    features), that change little if the content moves.
+
+    They are the magnitudes of the spectrum, which a shift keeps, relative to those of natural
+    images, and a coarse layout of brightness and colours.
+    """
+    taper = window()
+    usual = usual_spectrum(taper)
+    found = []
+    chunks = zip(torch.split(images.grey, 2**13), torch.split(images.chroma, 2**13), strict=True)
+    for grey, chroma in chunks:
+        image, colours = (warp(part.float(), central(scale)) for part in (grey, chroma))
+        mean = (image * taper).sum((1, 2), keepdim=True) / taper.sum()
+        relative = torch.fft.rfft2((image - mean) * taper).abs() / usual
+        both = relative[:, :FREQUENCIES], relative[:, 1 - FREQUENCIES :]
+        spectrum = torch.cat(both, dim=1)[:, :, :FREQUENCIES].flatten(1) ** SPECTRUM_POWER
+        colours = 2 * (F.adaptive_avg_pool2d(colours, COLOUR_SIDE) - 128)
+        parts = F.adaptive_avg_pool2d(image, LAYOUT_SIDE) - 128, colours
+        layout = F.normalize(torch.cat([part.flatten(1) for part in parts], dim=1), dim=1)
+        spectrum = F.normalize(spectrum - spectrum.mean(1, keepdim=True), dim=1)
+        found.append(F.normalize(torch.cat([spectrum, LAYOUT_WEIGHT * layout], dim=1), dim=1))
+    return torch.cat(found)
 
 
-def dct_features(grey: Tensor, window: Tensor) -> Tensor:
-    """Unit-length cosine features of a window of uint8, (images, side, side) -> (images,
-    features)."""
-    frequency = torch.arange(NUM_FREQUENCIES, dtype=torch.float32)
-    total = frequency[:, None] + frequency
-    low = (total > 0) & (total < NUM_FREQUENCIES)
-    # natural images have most power at low frequencies; this removes half of that excess
-    weight = ((frequency[:, None] ** 2 + frequency**2) ** 0.25)[low]
-    centres = (torch.arange(THUMBNAIL_SIDE) + 0.5) / THUMBNAIL_SIDE
-    cosines = torch.cos(math.pi * frequency[:, None] * centres)
-    rows, columns = cosines @ interpolation_matrices(window, THUMBNAIL_SIDE)
-    parts = [
-        F.normalize((rows @ part.float() @ columns.T)[:, low] * weight, dim=1)
-        for part in torch.split(grey, 2**13)
-    ]
-    return torch.cat(parts) if parts else torch.empty(0, len(weight))
+def central(scale: float) -> Tensor:
+    """The transform that maps an image to the central part of another one, (1, 2, 2)."""
+    return torch.tensor([[[scale, 0.0], [scale, 0.0]]])
+
+
+def window() -> Tensor:
+    """Weights of the pixels of a thumbnail that fall to 0 at the edges, (side, side)."""
+    line = torch.hann_window(THUMBNAIL_SIDE + 2, periodic=False)[1:-1]
+    return line[:, None] * line
+
+
+def usual_spectrum(taper: Tensor) -> Tensor:
+    """Magnitudes of the spectrum of natural images through `taper`: power falls as 1 / f^2."""
+    frequency = torch.fft.fftfreq(THUMBNAIL_SIDE, 1 / THUMBNAIL_SIDE)
+    square = frequency[:, None] ** 2 + frequency**2
+    power = torch.where(square > 0, 1 / square.clamp(min=1), 0.0)
+    spread = torch.fft.fft2(taper).abs().square()
+    mixed = torch.fft.ifft2(torch.fft.fft2(power) * torch.fft.fft2(spread)).real
+    magnitudes: Tensor = mixed.clamp(min=1e-6).sqrt()
+    return magnitudes[:, : THUMBNAIL_SIDE // 2 + 1]
+
+
+MAX_SHIFT = 10
+"""Largest shift between two images that is searched for, in pixels of the thumbnail."""
+
+
+def find_shift(first: Tensor, second: Tensor, scale: Tensor) -> Tensor:
+    """The shift of content between pairs of images, (pairs, side, side), by cross-correlation.
+
+    Args:
+        first: Images that look like a part of those of `second`.
+        second: The others.
+        scale: Sides of that part, as shares, (pairs,).
+
+    Returns:
+        An initial alignment for `align`, (pairs, 2, 2).
+    """
+    size, shifts = 2 * THUMBNAIL_SIDE, torch.arange(-MAX_SHIFT, MAX_SHIFT + 1)
+    transform = torch.stack([scale, torch.zeros_like(scale)], dim=1)[:, None].repeat(1, 2, 1)
+    taper = window()
+    one, two = (
+        torch.fft.rfft2((image - image.mean((1, 2), keepdim=True)) * taper, s=(size, size))
+        for image in (first, warp(second, transform))
+    )
+    products = torch.fft.irfft2(one.conj() * two, s=(size, size))[:, shifts][:, :, shifts]
+    best = products.flatten(1).argmax(1)
+    moved = torch.stack([shifts[best // len(shifts)], shifts[best % len(shifts)]], dim=1)
+    transform[:, :, 1] = moved * scale[:, None] * (2 / THUMBNAIL_SIDE)
+    return transform
 
 
 # --- alignment -----------------------------------------------------------------------------------
@@ -406,7 +458,7 @@ class Similarity(NamedTuple):
 
 
 def compare_pairs(
-    first: Tensor, second: Tensor, first_chroma: Tensor, second_chroma: Tensor, guess: Tensor
+    first: Tensor, second: Tensor, first_chroma: Tensor, second_chroma: Tensor, scale: Tensor
 ) -> Similarity:
     """Align pairs of images and compare them over their overlap.
 
@@ -414,18 +466,18 @@ def compare_pairs(
         first, second: Grey images, (pairs, side, side) uint8.
         first_chroma, second_chroma: Colour differences, (pairs, 2, smaller side, smaller side)
             uint8; 128 is grey.
-        guess: Initial alignment, (pairs, 2, 2): for rows and columns the scale and the shift of
-            coordinates in [-1, 1] that map the first image to the second.
+        scale: As of `find_shift`.
 
     Returns:
         Zeros for pairs that differ at low resolution already.
     """
     result = torch.zeros(len(first), len(Similarity._fields))
-    tensors = (first, second, first_chroma, second_chroma, guess, result)
-    for one, two, chroma, other_chroma, start, scores in zip(
+    tensors = (first, second, first_chroma, second_chroma, scale, result)
+    for one, two, chroma, other_chroma, share, scores in zip(
         *(torch.split(tensor, BLOCK) for tensor in tensors), strict=True
     ):
         one, two = one.float(), two.float()
+        start = find_shift(one, two, share)
         small, other_small = (F.adaptive_avg_pool2d(x, ALIGNMENT_SIDE) for x in (one, two))
         aligned = align(small, other_small, start, blur=0.7, steps=4)
         mask = overlap(aligned, ALIGNMENT_SIDE)
@@ -466,8 +518,11 @@ def similarity(
 
 
 def align(first: Tensor, second: Tensor, guess: Tensor, *, blur: float, steps: int) -> Tensor:
-    """Refine the alignment `guess`, of the same shape; a larger `blur`, in pixels, widens the range
-    of convergence."""
+    """Refine the alignment `guess`, (pairs, 2, 2): for rows and columns the scale and the shift of
+    coordinates in [-1, 1] that map the first image to the second.
+
+    A larger `blur`, in pixels, widens the range of convergence.
+    """
     side, transform = first.shape[-1], guess
     centres, kernel = pixel_centres(side), blur_matrix(side, blur)
     fixed, moving = kernel @ first @ kernel.T, kernel @ second @ kernel.T

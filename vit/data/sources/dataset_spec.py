@@ -113,6 +113,10 @@ class DatasetSpec:
     """Classes of each of `target`, those of a network; none of a column of numbers."""
     problems: Problems = field(default=None, compare=False)
     """Receives what is wrong, which is skipped; None: the first error is raised."""
+    finds_scenes: bool = False
+    """Whether a training looks for images of one scene, which are then a group."""
+    scenes: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The group of each image of a scene that was found, by its name relative to the dataset."""
 
     @classmethod
     def from_config(
@@ -133,7 +137,7 @@ class DatasetSpec:
             data.label_column or (",".join(data.target) if labels and data.target else None),
             data.caption_column,
             data.target,
-            data.group,
+            None if data.group == "auto" else data.group,
             data.allow_outside,
             multilabel,
             split=split,
@@ -146,6 +150,7 @@ class DatasetSpec:
             label_list=data.labels,
             order=data.order,
             taxonomy=data.taxonomy,
+            finds_scenes=data.group == "auto",
         )
 
     @property

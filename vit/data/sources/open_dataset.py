@@ -52,6 +52,7 @@ from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.number_columns import split_cell
+from vit.data.sources.scene_groups import SceneFinder, Scenes
 from vit.data.sources.split_file import HeldOutSplit
 from vit.data.sources.tar_shards import (
     list_shard_images,
@@ -132,9 +133,12 @@ def refuse_captions(data: str) -> None:
 
 def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
     """The group of each image of `spec` by its path, empty if it has none; None without groups."""
-    if spec.group is None:
+    if spec.group is None and not spec.scenes:
         return None
     index = read_source(spec)
+    if spec.group is None:
+        names = [spec.scenes.get(relative(path, index.root), "") for path in paths]
+        return names if any(names) else None
     records = [*itertools.chain.from_iterable(index.splits.values())]
     names = groups_of_records(records, index, spec.group)
     found = {record.path: name for record, name in zip(records, names, strict=True)}
@@ -262,9 +266,10 @@ def open_splits(
     fold: Fold | None = None,
     listing: Listing | None = None,
     compare: bool = True,
+    find_scenes: SceneFinder | None = None,
 ) -> Splits:
     """Open the training and validation images of a dataset; without validation images, the share
-    `val_share` of each class is held out."""
+    `val_share` of each class is held out, and no scene is divided."""
     spec = DatasetSpec(data) if isinstance(data, str) else data
     reusable = listing is not None and listing.spec == spec
     index = listing.index if listing is not None and reusable else read_source(spec)
@@ -287,19 +292,22 @@ def open_splits(
     own = validation_split(index.splits)
     held_out = own is None or fold is not None
     others = index.splits.get(own or TEST, []) if fold is None else []
-    identical = None
+    identical, scenes = None, Scenes()
+    records = [*images, *others]
     if compare:
-        paths = dict.fromkeys(record.path for record in [*images, *others])
+        paths = dict.fromkeys(record.path for record in records)
         identical = equal_files(paths) if len(paths) <= MAX_COMPARED else None
+        if identical is not None and find_scenes is not None and spec.finds_scenes:
+            scenes = Scenes.of(find_scenes([*paths], index.root), records)
     train, val, more = split_train_val(
         index,
         spec,
         val_share=val_share,
         seed=seed,
         fold=fold,
-        copies=name_copies(identical or (), index.root),
+        copies=name_copies([*(identical or ()), *scenes.kept], index.root),
     )
-    notes += more
+    notes += [*more, *scenes.notes]
     if others:
         where = index.locations[own or TEST]
         others, more = _relabel(others, classes, index, where, owner="train")
@@ -317,7 +325,7 @@ def open_splits(
     if compare:
         seen, measured = (images, test) if test else (train, val)
         parts = _by_labels(seen), _by_labels(measured)
-        notes += equal_notes(*parts, str(index.root), identical)
+        notes += [*equal_notes(*parts, str(index.root), identical), *scenes.leak_notes(*parts)]
     unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
     if unlike:
         notes.append(f"{plural(len(unlike), 'image')} without a label: the teacher labels them")
@@ -340,6 +348,10 @@ def open_splits(
         targets=spec.numbers,
         units=index.units,
         target_classes=spec.choices,
+        scenes={
+            relative(path, index.root): name
+            for path, name in name_copies(scenes.kept, index.root).items()
+        },
     )
 
 

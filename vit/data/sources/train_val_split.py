@@ -2,13 +2,15 @@
 
 A split depends only on the seed and the names of the images or groups. Without groups,
 single-label images are held out class by class. Otherwise groups, or multi-label images, are
-assigned by iterative stratification. Copies of an image stay together in either case.
+assigned by iterative stratification. Copies of an image, and images of one scene, stay together in
+either case.
 
 Source: Sechidis, Tsoumakas and Vlahavas, "On the Stratification of Multi-Label Data", ECML PKDD
 2011, with groups in the place of examples.
 """
 
 import heapq
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -16,7 +18,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.image_archives import relative
@@ -25,13 +27,14 @@ from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, nearest, plural, printable
 
+Node = TypeVar("Node")
 TrainValSplit = tuple[list[ImageRecord], list[ImageRecord], list[str]]
 """Training images, validation images, and notes for the user."""
 
 MAX_STRATA = 10
 """Parts of the range of a number, of which each has its share of validation images."""
 Copies = Mapping[str, str]
-"""Path -> name of the set of identical images that it belongs to; only images with copies."""
+"""Path -> name of the set of identical images, or of one scene, that it belongs to."""
 
 
 class Fold(NamedTuple):
@@ -127,12 +130,31 @@ def hold_out(
     return train, val
 
 
-def name_copies(identical: Iterable[Sequence[str]], root: Path) -> Copies:
-    """The sets of `identical` images by path, each named like the first of its images."""
+def name_copies(alike: Iterable[Sequence[str]], root: Path) -> Copies:
+    """The sets of images by path, each named like the first of its images; those with an image in
+    common are one."""
+    links = [pair for group in alike for pair in itertools.pairwise(group)]
     copies: dict[str, str] = {}
-    for group in identical:
+    for group in connected(links):
         copies |= dict.fromkeys(group, min(relative(one, root) for one in group))
     return copies
+
+
+def connected(links: Iterable[tuple[Node, Node]]) -> list[list[Node]]:
+    """The connected components of a graph."""
+    parents: dict[Node, Node] = {}
+
+    def root(node: Node) -> Node:
+        while (above := parents.setdefault(node, node)) != node:
+            parents[node] = node = parents[above]
+        return node
+
+    for first, second in links:
+        parents[root(second)] = root(first)
+    groups: dict[Node, list[Node]] = defaultdict(list)
+    for node in [*parents]:
+        groups[root(node)].append(node)
+    return [*groups.values()]
 
 
 def make_units(

@@ -30,6 +30,7 @@ from vit.config.stored_config import (
     write_paths,
 )
 from vit.data.dataset_types import Splits
+from vit.data.sources.scene_groups import GROUPS_FILE, group_table
 from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
@@ -47,7 +48,7 @@ TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
-    *(DISTANCE_FILE, REFERENCE_FILE, PATHS_FILE, SUMMARY_FILE),
+    *(DISTANCE_FILE, REFERENCE_FILE, PATHS_FILE, SUMMARY_FILE, GROUPS_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"
@@ -157,6 +158,8 @@ def with_stored_settings(config: Config, folder: Path) -> Config:
         measured["time"] = None
     if config.data.accumulate is None:
         measured["accumulate"] = stored.data.accumulate
+    if not config.chosen("group"):  # none where an earlier version began it
+        measured["group"] = stored.data.group
     if not config.chosen("intensity_range"):
         measured["intensity_range"] = stored.data.intensity_range
     order, theirs = config.data.channel_order, stored.data
@@ -239,6 +242,8 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
         delete_run(folder)
         write_config(folder, config)
         write_paths(folder, config)
+    if splits.scenes:
+        write_text(folder / GROUPS_FILE, group_table(splits.scenes))
     if splits.made:
         record = {
             "seed": config.training.seed,
