@@ -12,6 +12,8 @@ from typing import Any
 from vit.errors import ConfigError, RunError
 from vit.text import nearest_names, printable
 
+GROUPS_FILE = "groups.csv"
+"""Of a run folder: the images that belong together."""
 MAX_NAMES = 4096
 """Names of a folder that are compared: a million must not delay an error message."""
 MAX_NAME_LENGTH = 255

@@ -41,7 +41,7 @@ from vit.event_log import (
     read_event_log,
     saved_event,
 )
-from vit.paths import did_you_mean, is_run_folder, path_argument
+from vit.paths import GROUPS_FILE, did_you_mean, is_run_folder, path_argument
 from vit.text import align_columns, format_duration, format_parameters, nearest, percent, printable
 
 SETTINGS = "config.yaml"
@@ -433,11 +433,14 @@ def read_summary(
         return facts, ""
     log = read_event_log(folder / METRICS_FILE, "epoch", "soup")
     killed = log.cut and not ended  # the epoch of a cut line is trained again
-    return summarize_run(log.events, settings), "" if killed else log.damage
+    return summarize_run(log.events, settings, folder), "" if killed else log.damage
 
 
-def summarize_run(events: Sequence[Event], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of summary.json: what a run has reached so far; {} before its first epoch."""
+def summarize_run(
+    events: Sequence[Event], settings: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """The content of summary.json: what the run in `folder` has reached so far; {} before its first
+    epoch."""
     epochs = [event for event in events if event["event"] == "epoch"]
     chosen, best = saved_event(events), best_epoch(epochs)
     if chosen is None or best is None:
@@ -446,7 +449,8 @@ def summarize_run(events: Sequence[Event], settings: Mapping[str, Any]) -> dict[
     metric, images = ranking_metric(last), last.get("val_images")
     score = float(chosen[metric])
     interval = None
-    if metric == "val_top1" and settings.get("group") is None and images:
+    grouped = settings.get("group") not in (None, "auto") or (folder / GROUPS_FILE).exists()
+    if metric == "val_top1" and not grouped and images:
         interval = [*wilson_interval(round(score * images), images)]
     return {
         "epochs": int(last["epoch"]),

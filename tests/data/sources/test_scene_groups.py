@@ -7,12 +7,12 @@ import pytest
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups, open_splits
 from vit.data.sources.scene_groups import (
-    GROUPS_FILE,
     group_table,
     read_scenes,
     recorded_scenes,
 )
 from vit.errors import RunError
+from vit.paths import GROUPS_FILE
 
 
 @pytest.fixture
@@ -84,6 +84,8 @@ def test_validation_images_of_trained_scenes_are_counted(make_tree):
         [one.path for one in splits.val],
     )
     assert groups == ["train/a/0.png"] * 2 + [""] * 6
+    first = [one.path for one in splits.val][:1] + [one.path for one in splits.val][2:]
+    assert image_groups(DatasetSpec(spec.data, split="val", scenes=splits.scenes), first) is None
     others = [one.path for one in splits.val if "/b/" in one.path]
     assert image_groups(DatasetSpec(spec.data, split="val", scenes=splits.scenes), others) is None
 

@@ -132,13 +132,15 @@ def refuse_captions(data: str) -> None:
 
 
 def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
-    """The group of each image of `spec` by its path, empty if it has none; None without groups."""
+    """The group of each image of `spec` by its path, empty if it has none; None without groups,
+    and where no two images are of one scene."""
     if spec.group is None and not spec.scenes:
         return None
     index = read_source(spec)
     if spec.group is None:
         names = [spec.scenes.get(relative(path, index.root), "") for path in paths]
-        return names if any(names) else None
+        named = [*filter(None, names)]
+        return names if len({*named}) < len(named) else None
     records = [*itertools.chain.from_iterable(index.splits.values())]
     names = groups_of_records(records, index, spec.group)
     found = {record.path: name for record, name in zip(records, names, strict=True)}

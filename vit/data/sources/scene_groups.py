@@ -13,11 +13,11 @@ from pathlib import Path
 from vit.data.dataset_types import ImageRecord, ImagesByClass
 from vit.data.image_archives import relative
 from vit.errors import RunError
+from vit.paths import GROUPS_FILE
 from vit.text import plural
 
 SceneFinder = Callable[[Sequence[str], Path], "list[list[str]] | None"]
 """From the images of a dataset and its root to its scenes; None if it would take too long."""
-GROUPS_FILE = "groups.csv"
 MAX_SHARE = 0.5
 """Largest share of the images of a class that one scene may be: else they cannot be divided."""
 HOW = "nearly the same image, or one camera within 10 seconds"

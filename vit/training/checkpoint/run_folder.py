@@ -30,11 +30,12 @@ from vit.config.stored_config import (
     write_paths,
 )
 from vit.data.dataset_types import Splits
-from vit.data.sources.scene_groups import GROUPS_FILE, group_table
+from vit.data.sources.scene_groups import group_table
 from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE
+from vit.paths import GROUPS_FILE
 from vit.tasks.task import get_task
 from vit.text import quoted
 from vit.training.checkpoint.checkpoint import CHECKPOINTS

@@ -201,7 +201,7 @@ class MetricsLogger:
         self._write(event)
         self.measured.append(event)
         if self.main:
-            facts = summarize_run(self.measured, flatten(self.run.config))
+            facts = summarize_run(self.measured, flatten(self.run.config), self.folder)
             write_text(self.folder / SUMMARY_FILE, json.dumps(facts) + "\n")
 
     def _write(self, event: dict[str, Any]) -> None:
