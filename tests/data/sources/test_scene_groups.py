@@ -6,11 +6,7 @@ import pytest
 
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups, open_splits
-from vit.data.sources.scene_groups import (
-    group_table,
-    read_scenes,
-    recorded_scenes,
-)
+from vit.data.sources.scene_groups import read_scenes, recorded_scenes, write_scenes
 from vit.errors import RunError
 from vit.paths import GROUPS_FILE
 
@@ -92,7 +88,8 @@ def test_validation_images_of_trained_scenes_are_counted(make_tree):
 
 def test_the_record_of_a_run_finds_its_scenes(tmp_path):
     scenes = {"cat/1, a.png": "cat/0.png", "cat/0.png": "cat/0.png", 'dog/"b".png': "dog/2.png"}
-    (tmp_path / GROUPS_FILE).write_text(group_table(scenes))
+    scenes["cat/\udcff.png"] = "cat/\udcff.png"  # a name that is not UTF-8
+    write_scenes(tmp_path, scenes)
     assert read_scenes(tmp_path) == scenes
     root = Path("/data")
     paths = [f"/data/{name}" for name in (*scenes, "cat/9.png")]

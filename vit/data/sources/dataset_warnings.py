@@ -127,7 +127,8 @@ def equal_notes(
 ) -> list[str]:
     """Notes about `identical` files in both splits, or in more than one class."""
     if identical is None:
-        return [f"identical files were not searched for: more than {MAX_COMPARED:,} images"]
+        what = "identical files, and images of one scene,"
+        return [f"{what} were not searched for: more than {MAX_COMPARED:,} images"]
     origins = {path: ("train", name) for name, paths in train.items() for path in paths}
     origins |= {path: ("val", name) for name, paths in val.items() for path in paths}
     leaks: list[str] = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+from vit.atomic_files import write_bytes
 from vit.data.dataset_types import ImageRecord, ImagesByClass
 from vit.data.image_archives import relative
 from vit.errors import RunError
@@ -78,12 +79,12 @@ class Scenes:
         ]
 
 
-def group_table(scenes: Mapping[str, str]) -> str:
-    """The content of groups.csv."""
+def write_scenes(run: Path, scenes: Mapping[str, str]) -> None:
+    """Record the group of each image by its name, which need not be UTF-8, in a run folder."""
     lines = StringIO()
     table = csv.writer(lines, lineterminator="\n")
     table.writerows([("image", "group"), *sorted(scenes.items(), key=lambda row: row[::-1])])
-    return lines.getvalue()
+    write_bytes(run / GROUPS_FILE, lines.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def read_scenes(run: Path) -> dict[str, str]:

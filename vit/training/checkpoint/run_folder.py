@@ -30,7 +30,7 @@ from vit.config.stored_config import (
     write_paths,
 )
 from vit.data.dataset_types import Splits
-from vit.data.sources.scene_groups import group_table
+from vit.data.sources.scene_groups import write_scenes
 from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
@@ -244,7 +244,7 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
         write_config(folder, config)
         write_paths(folder, config)
     if splits.scenes:
-        write_text(folder / GROUPS_FILE, group_table(splits.scenes))
+        write_scenes(folder, splits.scenes)
     if splits.made:
         record = {
             "seed": config.training.seed,
