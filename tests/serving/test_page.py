@@ -115,6 +115,19 @@ def test_names_of_classes_and_files_are_text(open_page):
     assert page.locator(".card img").count() == 1
 
 
+def test_images_chosen_before_the_models_are_known_are_sent(open_page, files):
+    page = open_page(pages.DESK)
+    held = []
+    page.route("**/models", lambda route: held.append(route))
+    page.reload()
+    page.set_input_files("#files", files[0][0])
+    page.wait_for_function("document.getElementById('files').value === ''")
+    assert page.locator(".card").count() == 0
+    for route in held:
+        route.continue_()
+    expect(page.locator(".bars li")).to_have_count(3)
+
+
 def test_an_unreadable_image_has_its_reason(open_page, tmp_path):
     page = open_page(pages.PHONE)
     (tmp_path / "text.jpg").write_text("no image")

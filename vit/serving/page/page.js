@@ -136,10 +136,11 @@ async function copy(text, button) {
 
 // --- images ------------------------------------------------------------------------------------
 
-function addFiles(files) {
-  const images = [...files];
+async function addFiles(files) {
+  const images = [...files]; // before the field is emptied
   if (!images.length) return;
-  if (!model()) { say("the models are not loaded"); loadModels(); return; }
+  if (!model()) await loadModels(); // still on the way, or not answered before
+  if (!model()) { say("the models are not loaded"); return; }
   const cards = images.map(makeCard);
   $("results").prepend(...cards.map((card) => card.element)); // the newest first, each lot in its order
   state.waiting.push(...cards);
