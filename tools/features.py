@@ -228,7 +228,8 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Hold out validation images",
-        "data/sources/train_val_split data/sources/split_file data/sources/scene_groups",
+        "data/sources/train_val_split data/sources/split_file data/sources/scene_groups "
+        "data/sources/image_sources",
         *("train", TASKS, DATA),
     ),
     Capability(

@@ -4,9 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import binom
 
-from vit.evaluation.fit_calibration import class_set_levels, set_levels, set_scores
+from vit.evaluation.fit_calibration import (
+    class_set_levels,
+    describe_calibration,
+    fit_calibration,
+    set_levels,
+    set_scores,
+)
 from vit.evaluation.intervals import group_means
+from vit.evaluation.new_sources import NewSources
 from vit.score_calibration import COVERAGES, FREE_CLASSES, SET_PENALTY, ScoreCalibration
 
 
@@ -142,3 +150,35 @@ def test_multilabel_sets_have_all_true_classes():
     one = replace(make_calibration([0.35] * len(COVERAGES)), multilabel=True)
     assert one.prediction_set([2, 0, 1], [0.9, 0.65, 0.5], 0.9) == [2, 0]
     assert one.prediction_set([2, 0, 1], [0.4, 0.3, 0.2], 0.9) == []
+
+
+def test_sets_hold_for_new_sources_as_far_as_these_prove_it():
+    random = torch.Generator().manual_seed(0)
+    labels = torch.randint(4, (400,), generator=random)
+    logits = 2 * torch.nn.functional.one_hot(labels, 4) + torch.randn(400, 4, generator=random)
+    images = torch.arange(400) >= 300
+    logits[images] += 2 * torch.randn(100, 4, generator=random)  # harder
+    plain, apart = (
+        fit_calibration(logits, labels, new=new)
+        for new in (None, NewSources(images, 0.7, 50.0, 5, "camera"))
+    )
+    assert plain is not None
+    assert apart is not None
+    assert plain.set_sizes is None
+    assert apart.calibration.temperature == plain.calibration.temperature
+    assert apart.calibration.threshold == plain.calibration.threshold
+    scores = set_scores(apart.temperature.held_out.softmax(dim=1), labels)
+    for coverage in (0.5, 0.8, 0.9):
+        place = COVERAGES.index(coverage)
+        least, level = plain.calibration.set_levels[place], apart.calibration.set_levels[place]
+        assert level is not None
+        assert least is not None
+        assert level >= least
+        # of 50 independent images, so few misses have a probability of 15 % at most
+        misses = int((scores[images] > level).sum())
+        assert binom.cdf(misses // 2, 50, 1 - coverage) <= 0.15
+        assert binom.cdf(misses // 2 + 1, 50, 1 - coverage) > 0.15
+    sizes = apart.set_sizes
+    assert sizes is not None
+    assert sizes[0] > sizes[1] > 1
+    assert any("sets of 90% have" in line for line in describe_calibration(apart))

@@ -57,7 +57,7 @@ def test_no_film_is_divided_and_a_resumed_run_has_the_same_split(
     def refused(*_args, **_more):
         raise AssertionError("the scenes are recorded")
 
-    monkeypatch.setattr(settings_from_data, "find_scenes", refused)
+    monkeypatch.setattr(settings_from_data, "find_groups", refused)
     again = train(tiny_config(**settings), run, resume=True)
     assert again.folder == run
     monkeypatch.undo()

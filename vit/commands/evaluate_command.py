@@ -16,7 +16,7 @@ from vit.commands.command_parser import (
 )
 from vit.config import SourceConfig
 from vit.config.inference_config import EvaluationConfig, InferenceConfig
-from vit.evaluation.metric_rows import metric_of, metric_rows
+from vit.evaluation.metric_rows import describe_new_sources, metric_of, metric_rows
 from vit.output.output_file import check_outputs, open_output
 from vit.quick_imports import quick_imports
 from vit.text import percent, plural, printable
@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
 def format_scores(scores: Mapping[str, Any]) -> str:
     """Text of all metrics, of the weakest classes, and of examples of captions."""
     lines = [f"{'images':<18} {scores['count']}", *metric_lines(scores)]
+    if "new_source" in scores:
+        lines.append(describe_new_sources(scores["new_source"]))
     for name, found in scores.get("questions", {}).items():
         lines += ["", f"{printable(name)}, {plural(found['count'], 'image')}", *metric_lines(found)]
     lines += tree_lines(scores)

@@ -71,6 +71,21 @@ class ImageFile(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ImageGroups:
+    """What a training found to belong together, by names of images relative to the dataset."""
+
+    scenes: Mapping[str, str] = field(default_factory=dict)
+    """The scene of each image that shares one with others."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The source of each image, such as its camera; empty where nothing tells sources apart."""
+    new: Mapping[str, str] = field(default_factory=dict)
+    """The source of each validation image of sources that no training image is of."""
+
+    def __bool__(self) -> bool:
+        return bool(self.scenes or self.sources or self.new)
+
+
+@dataclass(frozen=True)
 class DatasetIndex:
     """The images of a source, before class matching and the training/validation split."""
 
@@ -138,8 +153,8 @@ class Splits:
     """Unit of each of the numbers of the images, such as cm, or empty."""
     target_classes: tuple[tuple[str, ...], ...] = ()
     """Classes of each of `targets`, sorted, of which a number is the index; none of numbers."""
-    scenes: Mapping[str, str] = field(default_factory=dict)
-    """As `DatasetSpec.scenes`."""
+    groups: ImageGroups = field(default_factory=ImageGroups)
+    """What was found to belong together among the images."""
 
 
 def labels_of(sample: Sample) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ import os
 import re
 import stat
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -228,20 +229,37 @@ def read_size(path: PathLike | EncodedImage, axes: str = "") -> tuple[int, int]:
         return image.size
 
 
-def read_capture(path: PathLike | EncodedImage) -> tuple[str, float]:
-    """The camera in the EXIF data of the image at `path`, and the time in seconds since 1970 by its
-    clock; an empty name and 0 without both."""
-    with _open_image(path) as image, contextlib.suppress(Exception):  # a damaged tag
-        exif = image.getexif()  # type: ignore[union-attr]  # an ArrayImage has none
-        details = exif.get_ifd(ExifTags.IFD.Exif)
-        taken = datetime.strptime(str(details[ExifTags.Base.DateTimeOriginal]), "%Y:%m:%d %H:%M:%S")
-        fraction = float(f"0.{int(details.get(ExifTags.Base.SubsecTimeOriginal, 0))}")
-        names = exif.get(ExifTags.Base.Make), exif.get(ExifTags.Base.Model)
-        camera = " ".join(
-            str(one) for one in (*names, details.get(ExifTags.Base.BodySerialNumber)) if one
-        )
-        return camera, taken.replace(tzinfo=timezone.utc).timestamp() + fraction
-    return "", 0.0
+class Origin(NamedTuple):
+    """What a file says of where its image comes from."""
+
+    size: tuple[int, int]
+    """(width, height) in pixels, before any EXIF rotation."""
+    camera: str
+    """Maker, model and serial number in the EXIF data; empty without."""
+    seconds: float | None
+    """Time of the photograph since 1970, by the clock of the camera; None if it is not known."""
+    format: str
+    """File format, size, and a checksum of a JPEG's quantisation tables."""
+
+
+def read_origin(path: PathLike | EncodedImage) -> Origin:
+    """Read where the image at `path` comes from, from its header."""
+    with _open_image(path) as image:
+        camera, seconds, tables = "", None, getattr(image, "quantization", None)
+        with contextlib.suppress(Exception):  # damaged tags, or none in an ArrayImage
+            exif = image.getexif()  # type: ignore[union-attr]
+            details = exif.get_ifd(ExifTags.IFD.Exif)
+            names = exif.get(ExifTags.Base.Make), exif.get(ExifTags.Base.Model)
+            camera = " ".join(
+                str(one) for one in (*names, details.get(ExifTags.Base.BodySerialNumber)) if one
+            )
+            time = str(details[ExifTags.Base.DateTimeOriginal])
+            taken = datetime.strptime(time, "%Y:%m:%d %H:%M:%S").replace(tzinfo=timezone.utc)
+            fraction = int(details.get(ExifTags.Base.SubsecTimeOriginal, 0))
+            seconds = taken.timestamp() + float(f"0.{fraction}")
+        short, long = sorted(image.size)
+        quality = f" {zlib.crc32(repr(tables).encode()):08x}" if tables else ""
+        return Origin(image.size, camera, seconds, f"{image.format} {long}x{short}{quality}")
 
 
 class StoredValues(NamedTuple):

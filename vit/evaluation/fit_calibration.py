@@ -20,6 +20,10 @@ largest of theirs, and 0 without errors.
 Where images come in groups, the probability is that of an image of a new group: in q, an image of a
 group of n_g counts 1 / n_g, and n is the number of groups.
 
+Where the accuracy on new sources is measured, the set contains the true class of their images too:
+q is at least so large that, were the share of misses on new sources 1 - coverage, so few of them
+would occur with a probability of at most NEW_SOURCE_ERROR, among `NewSources.effective` images.
+
 Source: Angelopoulos et al., "Uncertainty Sets for Image Classifiers using Conformal Prediction",
 section 2, arXiv:2009.14193; Romano et al., arXiv:2006.02544; by class: Vovk, "Conditional Validity
 of Inductive Conformal Predictors", section 4, arXiv:1209.2673; Ding et al., section 2,
@@ -39,8 +43,10 @@ from torch import Tensor
 from vit.calibration_reference import CalibrationReference
 from vit.class_tree import ROOT, ClassTree, answer_of, wrong_from
 from vit.evaluation.classification_metrics import calibration_error, ranking
+from vit.evaluation.exact_tests import binomial_tail
 from vit.evaluation.intervals import count_groups, count_present
 from vit.evaluation.multilabel_metrics import choose_thresholds
+from vit.evaluation.new_sources import NewSources
 from vit.evaluation.selective_prediction import (
     ALLOWED_ERROR,
     TARGET_PRECISIONS,
@@ -66,6 +72,10 @@ from vit.text import plural, printable
 
 FALSE_ALARMS = 0.01
 """Share of ordinary images that are unlike those of training."""
+NEW_SOURCE_ERROR = 0.15
+"""Probability that sets cover fewer images of new sources, over draws of the sources."""
+SIZED = 0.9
+"""Coverage of the sets whose size a calibration tells."""
 MIN_DISTANCES = 99
 """Images, or groups, from which on a distance can be stated that this share exceeds."""
 
@@ -83,6 +93,8 @@ class FittedCalibration(NamedTuple):
     """Images of the rarest class, or groups with one; None of a multi-label network."""
     kinds: tuple[float, float] | None = None
     """Shares of the images that a leaf of the tree and a higher node answers."""
+    set_sizes: tuple[float, float] | None = None
+    """Mean number of classes of sets for SIZED, and of those for images of known sources."""
 
 
 def fit_calibration(
@@ -96,6 +108,7 @@ def fit_calibration(
     thresholds: Sequence[float] | None = None,
     groups: Tensor | None = None,
     tree: ClassTree | None = None,
+    new: NewSources | None = None,
 ) -> FittedCalibration | None:
     """Calibrate a network on labelled images; None as for `fit_temperature`.
 
@@ -117,6 +130,7 @@ def fit_calibration(
             other groups measures.
         tree: Of the classes, if the threshold is that of its nodes: an answer is the deepest one
             that reaches it, and right if it is the class or above it.
+        new: Which of the images are of new sources, for which the sets hold then.
     """
     fitted, images = fitted or fit_temperature(logits, targets, groups), len(logits)
     if fitted is None:
@@ -143,6 +157,19 @@ def fit_calibration(
     proof, lower = prove_thresholds(confidences, right, parts, target_precision, groups, nodes)
     *own, rest = proof.thresholds
     scores = set_scores(probabilities, targets)
+    levels = set_levels(scores, COVERAGES, groups)
+    class_levels = class_set_levels(scores, targets, logits.shape[1], COVERAGES, groups)
+    set_sizes = None
+    if new is not None:
+        least = new_source_levels(scores[new.images], COVERAGES, new.effective)
+        before = levels[COVERAGES.index(SIZED)]
+        levels = [_larger(*pair) for pair in zip(levels, least, strict=True)]
+        class_levels = [
+            row and tuple(_larger(level, one) for level in row)
+            for row, one in zip(class_levels, least, strict=False)
+        ]
+        after = levels[COVERAGES.index(SIZED)]
+        set_sizes = mean_set_size(probabilities, after), mean_set_size(probabilities, before)
     calibration = ScoreCalibration(
         temperature=fitted.scaling.temperature,
         exponent=fitted.scaling.exponent,
@@ -151,16 +178,14 @@ def fit_calibration(
         threshold=rest,
         answered=proof.answered,
         farthest=farthest,
-        set_levels=tuple(set_levels(scores, COVERAGES, groups)),
+        set_levels=tuple(levels),
         class_thresholds=dict(zip(named, own, strict=True)),
-        class_set_levels=tuple(
-            class_set_levels(scores, targets, logits.shape[1], COVERAGES, groups)
-        ),
+        class_set_levels=tuple(class_levels),
         groups=None if groups is None else count_groups(groups),
     )
     fewest = count_rarest(targets, logits.shape[1], groups)
     kinds = None if tree is None else _kinds(tree, probabilities, calibration)
-    return FittedCalibration(calibration, fitted, error, lower, fewest, kinds)
+    return FittedCalibration(calibration, fitted, error, lower, fewest, kinds, set_sizes)
 
 
 def calibration_reference(
@@ -352,6 +377,9 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
         lines.append(f"--reject answers {calibration.answered:.1%} of these images{more}")
     elif calibration.farthest is not None:
         lines.append(f"--reject answers all images but those {UNLIKE}")
+    if fitted.set_sizes is not None:
+        sizes = "{:.2f} classes on average, {:.2f} for known ones".format(*fitted.set_sizes)
+        lines.append(f"--sets holds for images of new sources too: sets of 90% have {sizes}")
     if calibration.class_set_levels:
         lines.append("--sets covers each class on its own")
     elif fitted.fewest is not None:
@@ -406,6 +434,35 @@ def set_levels(
     ordered, count = scores.sort().values.tolist(), len(scores)
     ranks = [math.ceil((count + 1) * coverage - 1e-9) for coverage in coverages]
     return [ordered[rank - 1] if rank <= count else None for rank in ranks]
+
+
+def new_source_levels(scores: Tensor, coverages: Sequence[float], effective: float) -> list[float]:
+    """The level q of each coverage from the `scores` of images of new sources, which are as certain
+    as `effective` independent ones; the largest score where they prove no lower one."""
+    ordered, images, trials = scores.sort().values.tolist(), len(scores), round(effective)
+    found = []
+    for coverage in coverages:
+        misses = 0  # of as many images as are independent
+        while binomial_tail(misses, trials, 1 - coverage) <= NEW_SOURCE_ERROR:
+            misses += 1
+        left_out = max(math.ceil(misses * images / effective) - 1, 0)
+        found.append(ordered[images - 1 - left_out])
+    return found
+
+
+def mean_set_size(probabilities: Tensor, level: float | None) -> float:
+    """Mean number of classes of the sets with a level; None: all classes."""
+    classes = probabilities.shape[1]
+    if level is None:
+        return float(classes)
+    ordered = probabilities.double().sort(dim=1, descending=True).values
+    penalty = SET_PENALTY * (torch.arange(classes) - FREE_CLASSES).clamp(min=0)
+    scores = ordered.cumsum(dim=1) - ordered + penalty
+    return float((scores <= level).sum()) / len(scores)
+
+
+def _larger(level: float | None, other: float) -> float | None:
+    return None if level is None else max(level, other)
 
 
 def class_set_levels(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vit.data.image_archives import relative
 from vit.data.image_io import read_image
 from vit.errors import BadImage
-from vit.evaluation.metric_rows import metric_of, metric_rows
+from vit.evaluation.metric_rows import describe_new_sources, metric_of, metric_rows
 from vit.text import (
     format_count,
     format_duration,
@@ -55,7 +55,8 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
     )
     filters = (
-        *(format_count, format_duration, format_megabytes, metric, metric_rows, number),
+        *(describe_new_sources, format_count, format_duration, format_megabytes),
+        *(metric, metric_rows, number),
         *(percent, plural, printable, quoted, relative, script_digest, shorten),
     )
     environment.filters |= {function.__name__: function for function in filters}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any, NamedTuple
 
-from vit.text import percent
+from vit.text import percent, plural
 
 
 class Metric(NamedTuple):
@@ -101,3 +101,17 @@ def metric_rows(scores: Mapping[str, Any]) -> list[MetricRow]:
         for name in dict.fromkeys([*METRICS, *others])
         if name in scores
     ]
+
+
+def describe_new_sources(scores: Mapping[str, Any]) -> str:
+    """The accuracy on new sources, as `vit.evaluation.new_sources` measures it, in words."""
+    low, high = map(percent, scores["top1_interval"])
+    found = f"new sources: top-1 {percent(scores['top1'])} (95 % interval: {low} to {high})"
+    images = plural(scores["images"], "image")
+    if not scores["sources"]:
+        return (
+            f"{found} of the {images} whose background is least like that of any training image; "
+            "nothing in the files tells sources apart"
+        )
+    sources = plural(scores["sources"], "source")
+    return f"{found} of {images} of {sources} (by {scores['by']}) that were not trained on"

@@ -41,6 +41,8 @@ class RunFacts:
     environment: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
     tested: str = ""
+    new_source: Mapping[str, Any] | None = None
+    """As of `NewSources.scores`."""
     robustness: Mapping[str, Any] | None = None
     tile_map: Callable[[str, int], Thumbnail | None] | None = None
     """Of a run with tiles: a path and a class -> the image under the map of its tiles."""

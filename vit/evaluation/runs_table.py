@@ -12,6 +12,7 @@ Only this is read, and torch is not imported: 200 runs take well below a second.
 """
 
 import contextlib
+import csv
 import json
 import math
 import os
@@ -54,6 +55,8 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angle
 """Last parts of the names of tensors that are no parameters."""
 COMMON_FOLDERS = {"train", "training", "images", "data"}
 """Last parts of paths that need the one before."""
+NEW_SOURCE = ("top1", "top1_interval", "images", "sources", "by")
+"""What `vit.evaluation.new_sources` measures."""
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -73,6 +76,7 @@ class RunRecord:
         changed: Time of the last change of its metrics, in seconds since 1970.
         best_epoch: The epoch of the weights, from 1; None if they are an average of several.
         metric: The score that ranked the epochs, such as `val_top1`; None before the first.
+        new_source: The accuracy on new sources, as of `NewSources.scores`; None if not measured.
         interval: Its 95 % interval where it is a share of independent images (Wilson), else None.
     """
 
@@ -88,6 +92,7 @@ class RunRecord:
     metric: str | None = None
     score: float | None = None
     interval: Sequence[float] | None = None
+    new_source: Mapping[str, Any] | None = None
     calibration_error: float | None = None
     seconds: float | None = None
     has_report: bool = False
@@ -149,6 +154,7 @@ class RunRecord:
             "metric": None if self.metric is None else self.metric.removeprefix("val_"),
             "score": self.score,
             "interval": self.interval,
+            "new_source": self.new_source,
             "calibration_error": self.calibration_error,
             "seconds": self.seconds,
             "report": str(self.folder / "report.html") if self.has_report else None,
@@ -206,6 +212,13 @@ COLUMNS = {
         lambda run: " to ".join(map(percent, run.interval or ())),
         number=True,
         key=lambda run: -(run.lower_limit or 0.0),
+    ),
+    "new_source": Column(
+        "new sources",
+        "new_source",
+        lambda run: percent((run.new_source or {})["top1"]),
+        number=True,
+        key=lambda run: -(run.new_source or {})["top1"],
     ),
     "calibration_error": Column(
         "calibration error",
@@ -431,7 +444,7 @@ def read_summary(
     with contextlib.suppress(OSError):
         facts: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_bytes())
         return facts, ""
-    log = read_event_log(folder / METRICS_FILE, "epoch", "soup")
+    log = read_event_log(folder / METRICS_FILE, "epoch", "soup", "new_source")
     killed = log.cut and not ended  # the epoch of a cut line is trained again
     return summarize_run(log.events, settings, folder), "" if killed else log.damage
 
@@ -446,10 +459,12 @@ def summarize_run(
     if chosen is None or best is None:
         return {}
     last, patience = epochs[-1], settings.get("patience")
+    measured = [event for event in events if event["event"] == "new_source"]
+    new_source = {k: v for k, v in measured[-1].items() if k in NEW_SOURCE} if measured else None
     metric, images = ranking_metric(last), last.get("val_images")
     score = float(chosen[metric])
     interval = None
-    grouped = settings.get("group") not in (None, "auto") or (folder / GROUPS_FILE).exists()
+    grouped = settings.get("group") not in (None, "auto") or has_scenes(folder)
     if metric == "val_top1" and not grouped and images:
         interval = [*wilson_interval(round(score * images), images)]
     return {
@@ -458,9 +473,19 @@ def summarize_run(
         "metric": metric,
         "score": score,
         "interval": interval,
+        **({"new_source": new_source} if new_source else {}),
         "seconds": float(sum(event["seconds"] for event in epochs)),
         "stopped_early": bool(patience) and last["epoch"] - best["epoch"] >= patience,
     }
+
+
+def has_scenes(folder: Path) -> bool:
+    """Whether a run has recorded images of one scene."""
+    try:
+        with (folder / GROUPS_FILE).open(encoding="utf-8", errors="surrogateescape") as file:
+            return any(row.get("group") for row in csv.DictReader(file))
+    except (OSError, csv.Error):
+        return False
 
 
 def is_locked(path: Path) -> bool:

@@ -34,10 +34,11 @@ from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
-from vit.data.sources.open_dataset import image_groups
+from vit.data.sources.open_dataset import ImageSources, image_groups, image_sources
 from vit.errors import ConfigError, DataError, explain_full_memory
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
 from vit.evaluation.intervals import count_groups, number_groups
+from vit.evaluation.new_sources import measure_new_sources
 from vit.inference.evaluation_data import column_cells, evaluated_spec, load_samples, source_of
 from vit.inference.predictor import PathLike, Predictor, open_evaluated
 from vit.output.output_file import open_output, resolve_link
@@ -127,7 +128,8 @@ def evaluate(
         raise ConfigError(
             "group: intervals are those of classes, and this network has none; leave it out"
         )
-    groups = image_groups(full_spec, [sample.path for sample in samples])
+    paths = [sample.path for sample in samples]
+    groups = image_groups(full_spec, paths)
     passes = 1 + config.corruptions * len(CORRUPTIONS) * len(SEVERITIES)
     measured = partial(
         measure,
@@ -138,6 +140,7 @@ def evaluate(
         where=spec.data,
         columns=column_cells(full_spec, config.slice),
         groups=groups,
+        sources=image_sources(full_spec, paths) if predictor.task.metric == "val_top1" else None,
     )
     if style is None:
         scores = measured()
@@ -325,6 +328,7 @@ def measure(
     write: Callable[[Sequence[ImageOutput], Sequence[Sample]], object] | None = None,
     columns: Mapping[str, Mapping[str, str]] | None = None,
     groups: Sequence[str] | None = None,
+    sources: ImageSources | None = None,
     brief: bool = False,
 ) -> dict[str, Any]:
     """Scores of the task's `Evaluation` over the readable images, `failed` (the others) and, with
@@ -374,6 +378,9 @@ def measure(
         notify(note)
     if (numbers := evaluation.measured_groups()) is not None:
         scores["groups"] = count_groups(numbers)
+    if sources is not None and evaluation.right is not None:
+        measured = measure_new_sources(evaluation.right, sources.names, sources.new)
+        scores |= {"new_source": measured.scores()} if measured else {}
     if sliced and evaluation.right is not None:
         classes = None
         if predictor.thresholds is None:

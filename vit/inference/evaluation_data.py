@@ -12,7 +12,7 @@ from vit.data.dataset_types import Sample
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import open_eval_split, read_source
-from vit.data.sources.scene_groups import read_scenes
+from vit.data.sources.scene_groups import read_groups
 from vit.data.sources.split_file import read_split
 from vit.errors import ConfigError, VitError
 from vit.inference.predictor import PathLike, Predictor, source_run
@@ -101,8 +101,8 @@ def with_training_settings(
             notify(note)
         named_paths = ("images", "taxonomy", *files)
         lists = [name for name in named_paths if os.path.exists(getattr(stored, name) or "")]
-        usable = (*columns, *lists, "allow_outside", "group", "scenes")
-        stored = dataclasses.replace(stored, scenes=read_scenes(run))
+        usable = (*columns, *lists, "allow_outside", "group", "groups")
+        stored = dataclasses.replace(stored, groups=read_groups(run))
     chosen = {name: getattr(spec, name) or getattr(stored, name) for name in usable}
     found = dataclasses.replace(spec, **chosen, target=numbers or spec.target)
     named = own or Path(spec.data).name == Path(data.data).name  # lists of other data are of no use

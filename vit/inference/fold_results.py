@@ -34,7 +34,7 @@ from vit.config.stored_config import stored_config, write_paths
 from vit.data.dataset_types import NO_LABEL, Sample
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups
-from vit.data.sources.scene_groups import read_scenes
+from vit.data.sources.scene_groups import read_groups
 from vit.data.sources.split_file import SPLIT_FILE, read_split
 from vit.errors import DataError, VitError, WeightsError
 from vit.evaluation.confident_learning import (
@@ -194,7 +194,7 @@ def read_held_out(runs: Sequence[Path], loaded: LoadedRun) -> HeldOut:
             raise DataError(f"the images that {run} held out are not there")
         pairs += [(sample, place) for sample in samples if sample.label != NO_LABEL]
     pairs = pairs[:: max(-(-len(pairs) // MAX_IMAGES), 1)]
-    spec = dataclasses.replace(spec, scenes=read_scenes(runs[0]))
+    spec = dataclasses.replace(spec, groups=read_groups(runs[0]))
     groups = image_groups(spec, [sample.path for sample, _ in pairs])
     folds = torch.tensor([place for _, place in pairs])
     return HeldOut([sample for sample, _ in pairs], folds, groups)

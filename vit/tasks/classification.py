@@ -132,12 +132,14 @@ class Classification(Task):
                 f"{'is' if few == 1 else 'are'} {few}"
             )
         groups = found.calibration_groups(run.notify)
+        new = run.new_sources  # groups that a user named have levels of their own
         fitted = fit_calibration(
             found.logits,
             found.labels,
             fitted=found.temperature,
             distances=found.distances,
             groups=groups,
+            new=new if new is not None and run.splits.groups.sources else None,
             **self.calibration_settings(run.splits.classes),
         )
         if fitted is not None:

@@ -18,11 +18,12 @@ from vit.data.dataset_types import Sample, Splits
 from vit.data.image_tiles import TiledImage
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import image_groups
+from vit.data.sources.open_dataset import image_groups, image_sources
 from vit.errors import BadImage, DataError, VitError
 from vit.evaluation.accuracy_slices import ImageProperties, accuracy_slices
 from vit.evaluation.html_page import THUMBNAIL, Thumbnail, encode_thumbnail
 from vit.evaluation.intervals import number_groups
+from vit.evaluation.new_sources import NewSources, measure_new_sources
 from vit.evaluation.run_report import REPORT_FILE, RunFacts
 from vit.evaluation.temperature_scaling import FittedTemperature, fit_temperature
 from vit.event_log import METRICS_FILE, read_event_log
@@ -163,6 +164,7 @@ class FinishedRun:
             environment=self.environment,
             notes=(*self.splits.notes, *filter(None, [log.damage])),
             tile_map=self.tile_map if self.config.data.tiles else None,
+            new_source=self.new_sources and self.new_sources.scores(),
             tested="".join(self.task.format_test(one) for one in events if one["event"] == "test"),
         )
 
@@ -244,8 +246,22 @@ class FinishedRun:
             distance,
             None if distance is None else distance.combine(torch.cat(distances)).double(),
             properties,
-            replace(self.task.dataset_spec(self.config), scenes=self.splits.scenes),
+            replace(self.task.dataset_spec(self.config), groups=self.splits.groups),
         )
+
+    @cached_property
+    def new_sources(self) -> NewSources | None:
+        """The accuracy of a single-label network on new sources; None if it is not measured, or its
+        images cannot be read again."""
+        if self.task.metric != "val_top1":
+            return None
+        with contextlib.suppress(VitError):
+            found = self.validation_logits
+            sources = None if found.data is None else image_sources(found.data, found.paths)
+            if sources is not None:
+                right = (found.logits.argmax(dim=1) == found.labels).tolist()
+                return measure_new_sources(right, sources.names, sources.new)
+        return None
 
     def _fit_distance(self) -> FeatureDistance | None:
         """The distance from `distance_samples`, without augmentation, if there are some."""

@@ -87,8 +87,11 @@ def finished_run(
     )
 
 
-def finish_run(run: TrainingContext, folder: Path, splits: Splits, *, epoch: int) -> None:
-    """Let the task complete the run folder, and write report.html, or log why it cannot be."""
+def finish_run(
+    run: TrainingContext, folder: Path, splits: Splits, *, epoch: int
+) -> dict[str, Any] | None:
+    """Let the task complete the run folder, and write report.html, or log why it cannot be; returns
+    the accuracy on new sources, if it was measured."""
     best = finished_run(
         run.config,
         splits,
@@ -112,6 +115,7 @@ def finish_run(run: TrainingContext, folder: Path, splits: Splits, *, epoch: int
         notify(f"note: no {REPORT_FILE}, but the run is complete: {reason}")
     else:
         notify(f"report: {folder / REPORT_FILE}")
+    return best.new_sources and best.new_sources.scores()
 
 
 def report(

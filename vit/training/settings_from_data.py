@@ -17,8 +17,8 @@ from vit.config.setting_layers import with_settings
 from vit.config.settings import refuse
 from vit.data.auto_augment import THREE_JITTER
 from vit.data.captions.tokenizer import Tokenizer
-from vit.data.checks.scenes import find_scenes
-from vit.data.dataset_types import Sample, Splits, labels_of
+from vit.data.checks.scenes import find_groups
+from vit.data.dataset_types import ImageRecord, Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
 from vit.data.image_tiles import TileGrid, open_tiles
 from vit.data.instrument_images import UnusableFile
@@ -28,7 +28,7 @@ from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
-from vit.data.sources.scene_groups import SceneFinder, recorded_scenes
+from vit.data.sources.scene_groups import FoundGroups, GroupFinder, recorded_groups
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
 from vit.process_resources import usable_cores
@@ -87,9 +87,9 @@ def prepare_data(
 ) -> tuple[Config, Splits, dict[str, str]]:
     """Open the data, and complete the settings that they decide; returns settings, images and the
     unreadable images with the reason."""
-    scenes = scene_finder(config, accelerator, resumed)
+    groups = group_finder(config, accelerator, resumed)
     try:
-        splits = open_data(config, listing, find_scenes=scenes)
+        splits = open_data(config, listing, find_groups=groups)
     except DataError as failure:
         if resumed is None or os.path.exists(config.data.data):
             raise
@@ -136,17 +136,17 @@ def prepare_data(
     return config, splits, {image.path: image.reason for image in scan.bad}
 
 
-def scene_finder(config: Config, accelerator: Accelerator, resumed: Path | None) -> SceneFinder:
-    """Returns what finds the scenes of images: the main process, or the record of a resumed run."""
+def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None) -> GroupFinder:
+    """Returns what finds the groups of images: the main process, or the record of a resumed run."""
     if resumed is not None:
-        return recorded_scenes(resumed)
+        return recorded_groups(resumed)
     limit = config.training.seconds
     seconds = None if limit is None else limit * SCENES_SHARE
 
-    def find(paths: Sequence[str], _root: Path) -> list[list[str]] | None:
+    def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups | None:
         if config.data.tiles or config.training.pretrains:  # too large to read twice; no score
-            return []
-        return on_main(accelerator, lambda: find_scenes(paths, seconds=seconds))
+            return FoundGroups([])
+        return on_main(accelerator, lambda: find_groups(records, root, seconds=seconds))
 
     return find
 
@@ -174,7 +174,7 @@ def open_data(
     listing: Listing | None = None,
     *,
     compare: bool = True,
-    find_scenes: SceneFinder | None = None,
+    find_groups: GroupFinder | None = None,
 ) -> Splits:
     """Open the images, with their classes, captions, or both."""
     data, training = config.data, config.training
@@ -192,7 +192,7 @@ def open_data(
         fold=None if data.folds is None else Fold(data.fold or 1, data.folds),
         listing=listing,
         compare=compare,
-        find_scenes=find_scenes,
+        find_groups=find_groups,
     )
 
 

@@ -185,7 +185,8 @@ class Trainer:
         measures = self.splits.test and self.report and not run.config.training.pretrains
         tested = self.measure_test() if measures else {}
         if run.accelerator.is_main_process and self.report:
-            finish_run(run, self.folder, self.splits, epoch=self.best.first["epoch"])
+            epoch = self.best.first["epoch"]
+            self.logger.new_source(finish_run(run, self.folder, self.splits, epoch=epoch))
         return TrainingResult(
             folder=self.folder,
             classes=self.outputs,

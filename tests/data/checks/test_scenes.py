@@ -1,4 +1,4 @@
-"""Scenes: which images belong together by their looks and EXIF data."""
+"""Scenes and sources: which images belong together by their looks and EXIF data."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 from PIL import ExifTags, Image
 
 from tests.data.checks.test_duplicates import scene
-from vit.data.checks.scenes import find_scenes
-from vit.data.image_io import read_capture
+from vit.data.checks.scenes import find_groups
+from vit.data.dataset_types import ImageRecord
+from vit.data.image_io import read_origin
 
 
 def photograph(path: Path, image: Image.Image, taken: str, *, serial: str = "1", part: str = "0"):
@@ -43,23 +44,33 @@ def images(tmp_path) -> dict[str, str]:
 def test_frames_of_a_film_and_photographs_of_a_burst_are_scenes(images, tmp_path):
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(Path(images["a"]).read_bytes()[:300])
-    found = find_scenes([*images.values(), str(broken)])
+    found = find_groups(records([*images.values(), str(broken)]), tmp_path)
     names = {path: name for name, path in images.items()}
     expected = {("film 0", "film 4", "film 8"), ("a", "b", "c")}
-    assert {tuple(names[path] for path in group) for group in found} == expected
+    assert {tuple(names[path] for path in group) for group in found.scenes} == expected
 
 
-def test_a_search_that_takes_too_long_finds_nothing(images):
-    assert find_scenes([*images.values()], seconds=1e-9) is None
-    assert find_scenes([*images.values()], seconds=60) is not None
+def test_a_search_that_takes_too_long_finds_nothing(images, tmp_path):
+    assert find_groups(records(images.values()), tmp_path, seconds=1e-9) is None
+    assert find_groups(records(images.values()), tmp_path, seconds=60) is not None
 
 
-def test_the_camera_and_the_time_are_those_of_the_exif_data(tmp_path):
-    image = Image.new("RGB", (8, 8))
+def test_the_origin_is_that_of_the_header_and_the_exif_data(tmp_path):
+    image = Image.new("RGB", (8, 6))
     path = photograph(tmp_path / "a.jpg", image, "1970:01:02 00:00:01", part="25")
-    assert read_capture(path) == ("Maker Model 1", 86401.25)
+    origin = read_origin(path)
+    assert origin[:3] == ((8, 6), "Maker Model 1", 86401.25)
     for taken, part in (("    :  :     :  :  ", "0"), ("1970:01:02 00:00:01", "x")):
-        path = photograph(tmp_path / "b.jpg", image, taken, part=part)
-        assert read_capture(path) == ("", 0.0)
-    image.save(tmp_path / "c.png")
-    assert read_capture(tmp_path / "c.png") == ("", 0.0)
+        path = photograph(tmp_path / "b.jpg", image.rotate(90, expand=True), taken, part=part)
+        again = read_origin(path)
+        assert again[1:3] == ("Maker Model 1", None)
+        assert again.format == origin.format  # of one camera, however it was held
+    image.save(tmp_path / "c.jpg", quality=20)
+    assert read_origin(tmp_path / "c.jpg").format.startswith("JPEG 8x6 ")
+    assert read_origin(tmp_path / "c.jpg").format != origin.format
+    image.save(tmp_path / "d.png")
+    assert read_origin(tmp_path / "d.png") == ((8, 6), "", None, "PNG 8x6")
+
+
+def records(paths) -> list[ImageRecord]:
+    return [ImageRecord(path, (Path(path).stem[0],)) for path in paths]

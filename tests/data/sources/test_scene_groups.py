@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from vit.data.dataset_types import ImageGroups, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups, open_splits
-from vit.data.sources.scene_groups import read_scenes, recorded_scenes, write_scenes
+from vit.data.sources.scene_groups import FoundGroups, read_groups, recorded_groups, write_groups
 from vit.errors import RunError
 from vit.paths import GROUPS_FILE
 
@@ -25,76 +26,86 @@ def by_name(*scenes: str):
     """Finds scenes that are named by the first letter of the class, and numbers: `c01`."""
     folder = {"c": "cat", "d": "dog"}
 
-    def find(paths, root):
-        known = {str(Path(path).relative_to(root)): path for path in paths}
-        return [[known[f"{folder[one[0]]}/{at}.png"] for at in one[1:]] for one in scenes]
+    def find(records, root):
+        known = {str(Path(one.path).relative_to(root)): one.path for one in records}
+        return FoundGroups(
+            [[known[f"{folder[one[0]]}/{at}.png"] for at in one[1:]] for one in scenes]
+        )
 
     return find
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_scene_is_in_one_split_and_other_images_keep_their_place(data, seed):
-    spec = DatasetSpec(str(data), finds_scenes=True)
+    spec = DatasetSpec(str(data), finds_groups=True)
     plain = open_splits(spec, val_share=0.3, seed=seed)
-    splits = open_splits(spec, val_share=0.3, seed=seed, find_scenes=by_name("c0123", "d45"))
+    splits = open_splits(spec, val_share=0.3, seed=seed, find_groups=by_name("c0123", "d45"))
     held = names(splits.val)
     for scene in ({f"cat/{at}.png" for at in range(4)}, {"dog/4.png", "dog/5.png"}):
         assert scene <= held or scene.isdisjoint(held)
     assert len(splits.val) == len(plain.val) == 6 or {f"cat/{at}.png" for at in range(4)} <= held
-    assert splits.scenes == {f"cat/{at}.png": "cat/0.png" for at in range(4)} | {
+    assert splits.groups.scenes == {f"cat/{at}.png": "cat/0.png" for at in range(4)} | {
         "dog/4.png": "dog/4.png",
         "dog/5.png": "dog/4.png",
     }
     assert any(note.startswith("6 images in 2 scenes") for note in splits.notes)
-    off = open_splits(DatasetSpec(str(data)), val_share=0.3, seed=seed, find_scenes=by_name("c01"))
-    assert (off, off.scenes) == (plain, {})
+    off = open_splits(DatasetSpec(str(data)), val_share=0.3, seed=seed, find_groups=by_name("c01"))
+    assert (off, off.groups) == (plain, ImageGroups())
 
 
 def test_a_scene_that_is_most_of_a_class_is_divided(data):
     find = by_name("c012345", "d01234")
     splits = open_splits(
-        DatasetSpec(str(data), finds_scenes=True), val_share=0.2, seed=0, find_scenes=find
+        DatasetSpec(str(data), finds_groups=True), val_share=0.2, seed=0, find_groups=find
     )
-    assert {*splits.scenes.values()} == {"dog/0.png"}
+    assert {*splits.groups.scenes.values()} == {"dog/0.png"}
     assert any(note.startswith("1 scene with more than half") for note in splits.notes)
 
 
 def test_a_search_that_took_too_long_is_told(data):
-    spec = DatasetSpec(str(data), finds_scenes=True)
-    splits = open_splits(spec, val_share=0.2, seed=0, find_scenes=lambda _paths, _root: None)
+    spec = DatasetSpec(str(data), finds_groups=True)
+    splits = open_splits(spec, val_share=0.2, seed=0, find_groups=lambda _records, _root: None)
     assert any("not looked for" in note for note in splits.notes)
 
 
 def test_validation_images_of_trained_scenes_are_counted(make_tree):
     data = make_tree({f"data/{part}/{name}": 4 for part in ("train", "val") for name in "ab"})
 
-    def find(paths, root):
-        known = {str(Path(path).relative_to(root)): path for path in paths}
-        return [[known[name] for name in ("train/a/0.png", "val/a/0.png", "val/a/1.png")]]
+    def find(records, root):
+        known = {str(Path(one.path).relative_to(root)): one.path for one in records}
+        names = ("train/a/0.png", "val/a/0.png", "val/a/1.png")
+        return FoundGroups([[known[name] for name in names]])
 
-    spec = DatasetSpec(str(data / "data"), finds_scenes=True)
-    splits = open_splits(spec, val_share=0.2, seed=0, find_scenes=find)
+    spec = DatasetSpec(str(data / "data"), finds_groups=True)
+    splits = open_splits(spec, val_share=0.2, seed=0, find_groups=find)
     assert any(note.startswith("2 of 8 validation images show a scene") for note in splits.notes)
     groups = image_groups(
-        DatasetSpec(spec.data, split="val", scenes=splits.scenes),
+        DatasetSpec(spec.data, split="val", groups=splits.groups),
         [one.path for one in splits.val],
     )
     assert groups == ["train/a/0.png"] * 2 + [""] * 6
     first = [one.path for one in splits.val][:1] + [one.path for one in splits.val][2:]
-    assert image_groups(DatasetSpec(spec.data, split="val", scenes=splits.scenes), first) is None
+    assert image_groups(DatasetSpec(spec.data, split="val", groups=splits.groups), first) is None
     others = [one.path for one in splits.val if "/b/" in one.path]
-    assert image_groups(DatasetSpec(spec.data, split="val", scenes=splits.scenes), others) is None
+    assert image_groups(DatasetSpec(spec.data, split="val", groups=splits.groups), others) is None
 
 
-def test_the_record_of_a_run_finds_its_scenes(tmp_path):
+def test_the_record_of_a_run_finds_its_groups(tmp_path):
     scenes = {"cat/1, a.png": "cat/0.png", "cat/0.png": "cat/0.png", 'dog/"b".png': "dog/2.png"}
     scenes["cat/\udcff.png"] = "cat/\udcff.png"  # a name that is not UTF-8
-    write_scenes(tmp_path, scenes)
-    assert read_scenes(tmp_path) == scenes
+    sources = {"cat/0.png": "camera: A, b", "cat/9.png": "camera: C"}
+    groups = ImageGroups(scenes, sources, {"cat/9.png": "camera: C"})
+    write_groups(tmp_path, groups)
+    assert read_groups(tmp_path) == groups
     root = Path("/data")
-    paths = [f"/data/{name}" for name in (*scenes, "cat/9.png")]
-    assert recorded_scenes(tmp_path)(paths, root) == [paths[:2]]
-    assert recorded_scenes(tmp_path / "none")(paths, root) == []
+    records = [ImageRecord(f"/data/{name}", ("cat",)) for name in (*scenes, "cat/9.png")]
+    found = recorded_groups(tmp_path)(records, root)
+    assert found.scenes == [[one.path for one in records[:2]]]
+    assert found.sources == {f"/data/{name}": source for name, source in sources.items()}
+    assert found.new == {"/data/cat/9.png": "camera: C"}
+    assert recorded_groups(tmp_path / "none")(records, root) == FoundGroups([], new={})
+    (tmp_path / GROUPS_FILE).write_text("image,group\na,b\n")  # of an earlier version
+    assert read_groups(tmp_path) == ImageGroups({"a": "b"})
     (tmp_path / GROUPS_FILE).write_text("picture,group\na,b\n")
     with pytest.raises(RunError, match="is damaged"):
-        read_scenes(tmp_path)
+        read_groups(tmp_path)

@@ -1,8 +1,8 @@
-"""Scenes: images that show one moment, which `--group auto` keeps in one split.
+"""Images that belong together, for `--group auto`: scenes, and what tells sources apart.
 
 Two images are of one scene if they are nearly the same (crops, other sizes, frames of a film; see
 `duplicates`), or if the EXIF data of one camera are at most BURST_SECONDS apart. So are those that
-are connected by others.
+are connected by others. Sources: see `image_sources`.
 """
 
 import itertools
@@ -10,13 +10,18 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vit.data.checks.duplicates import MAX_MOVED, find_near_duplicates
 from vit.data.checks.image_stats import THUMBNAIL_SIDE, downscaled, encode_thumbnail
-from vit.data.image_io import read_capture, read_image, read_size
+from vit.data.dataset_types import ImageRecord
+from vit.data.image_io import Origin, read_image, read_origin
+from vit.data.sources.image_sources import background, find_sources
+from vit.data.sources.scene_groups import FoundGroups
 from vit.data.sources.train_val_split import connected
 from vit.errors import BadImage
 from vit.process_resources import usable_cores
@@ -27,30 +32,31 @@ FIRST = 256
 """Images after which the time of all is estimated."""
 
 
-class SceneFacts(NamedTuple):
-    """What tells whether images are of one scene."""
+class ImageFacts(NamedTuple):
+    """What tells which images an image belongs with."""
 
     thumbnail: bytes
     """As `ImageStats.thumbnail`."""
-    short_side: int
-    """In pixels."""
-    camera: str
-    """Maker, model and serial number in the EXIF data; empty without."""
-    seconds: float
-    """Time of the photograph in the EXIF data."""
+    background: NDArray[np.float16]
+    """As `image_sources.background`."""
+    origin: Origin
 
 
-def find_scenes(paths: Sequence[str], *, seconds: float | None = None) -> list[list[str]] | None:
-    """The scenes with two images or more; unreadable images are in none.
+def find_groups(
+    records: Sequence[ImageRecord], root: Path, *, seconds: float | None = None
+) -> FoundGroups | None:
+    """The scenes with two images or more, and the sources; unreadable images are in none.
 
     Args:
-        paths: Files of the images, each once.
+        records: Images, each once.
+        root: Folder that their names are relative to.
         seconds: Most time that the search may take; None: any.
 
     Returns:
         None if it would take longer.
     """
-    facts: dict[str, SceneFacts] = {}
+    facts: dict[str, ImageFacts] = {}
+    paths = [record.path for record in records]
     began = time.monotonic()
     with ThreadPoolExecutor(usable_cores()) as pool:
         for start in range(0, len(paths), FIRST):
@@ -63,29 +69,33 @@ def find_scenes(paths: Sequence[str], *, seconds: float | None = None) -> list[l
     names, known = [*facts], [*facts.values()]
     pairs = find_near_duplicates(
         [one.thumbnail for one in known],
-        [one.short_side for one in known],
+        [min(one.origin.size) for one in known],
         max_overhang=MAX_MOVED,
     )
-    links = [pair[:2] for pair in pairs] + burst_pairs(known)
-    return [[names[at] for at in group] for group in connected(links)]
+    links = [pair[:2] for pair in pairs] + burst_pairs([one.origin for one in known])
+    return FoundGroups(
+        [[names[at] for at in group] for group in connected(links)],
+        find_sources(records, root, {path: one.origin for path, one in facts.items()}),
+        {path: one.background for path, one in facts.items()},
+    )
 
 
-def read_facts(path: str) -> SceneFacts | None:
-    """Read what tells the scene of the image at `path`; None if it cannot be read."""
+def read_facts(path: str) -> ImageFacts | None:
+    """Read what tells which images that at `path` belongs with; None if it cannot be read."""
     try:
         side = 2 * THUMBNAIL_SIDE
         image = read_image(path, intensity_range="own", min_size=lambda *_size: (side, side))
         thumbnail = encode_thumbnail(np.asarray(downscaled(image), dtype=np.int16))
-        return SceneFacts(thumbnail, min(read_size(path)), *read_capture(path))
+        return ImageFacts(thumbnail, background(np.asarray(image)), read_origin(path))
     except (BadImage, OSError):  # reported when headers are checked
         return None
 
 
-def burst_pairs(facts: Sequence[SceneFacts]) -> list[tuple[int, int]]:
+def burst_pairs(origins: Sequence[Origin]) -> list[tuple[int, int]]:
     """Indices of photographs that one camera took directly after each other."""
     cameras: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for at, one in enumerate(facts):
-        if one.camera:
+    for at, one in enumerate(origins):
+        if one.camera and one.seconds is not None:
             cameras[one.camera].append((one.seconds, at))
     return [
         (at, after)

@@ -8,6 +8,7 @@ from typing import Any
 
 from vit.config import DataConfig, SourceConfig, TrainingConfig
 from vit.config.settings import TREE_TASKS
+from vit.data.dataset_types import ImageGroups
 from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_problem import Problems
 from vit.errors import ConfigError, DataError
@@ -113,10 +114,10 @@ class DatasetSpec:
     """Classes of each of `target`, those of a network; none of a column of numbers."""
     problems: Problems = field(default=None, compare=False)
     """Receives what is wrong, which is skipped; None: the first error is raised."""
-    finds_scenes: bool = False
-    """Whether a training looks for images of one scene, which are then a group."""
-    scenes: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """The group of each image of a scene that was found, by its name relative to the dataset."""
+    finds_groups: bool = False
+    """Whether a training looks for scenes, which are then groups, and for sources."""
+    groups: ImageGroups = field(default_factory=ImageGroups, compare=False)
+    """What a training found to belong together."""
 
     @classmethod
     def from_config(
@@ -150,7 +151,7 @@ class DatasetSpec:
             label_list=data.labels,
             order=data.order,
             taxonomy=data.taxonomy,
-            finds_scenes=data.group == "auto",
+            finds_groups=data.group == "auto",
         )
 
     @property

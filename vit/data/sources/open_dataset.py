@@ -14,12 +14,14 @@ import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from vit.class_tree import SEPARATOR, ClassTree, by_last_name
 from vit.config.data_config import BY_NUMBER
 from vit.data.dataset_types import (
     NO_LABEL,
     DatasetIndex,
+    ImageGroups,
     ImageRecord,
     ImagesByClass,
     Sample,
@@ -48,11 +50,12 @@ from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, Fol
 from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import images_in, lines_of, read_lists, text_columns
+from vit.data.sources.image_sources import new_images, with_copies
 from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.number_columns import split_cell
-from vit.data.sources.scene_groups import SceneFinder, Scenes
+from vit.data.sources.scene_groups import FoundGroups, GroupFinder, Scenes
 from vit.data.sources.split_file import HeldOutSplit
 from vit.data.sources.tar_shards import (
     list_shard_images,
@@ -134,17 +137,44 @@ def refuse_captions(data: str) -> None:
 def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
     """The group of each image of `spec` by its path, empty if it has none; None without groups,
     and where no two images are of one scene."""
-    if spec.group is None and not spec.scenes:
+    if spec.group is None and not spec.groups.scenes:
         return None
     index = read_source(spec)
     if spec.group is None:
-        names = [spec.scenes.get(relative(path, index.root), "") for path in paths]
+        names = [spec.groups.scenes.get(relative(path, index.root), "") for path in paths]
         named = [*filter(None, names)]
         return names if len({*named}) < len(named) else None
     records = [*itertools.chain.from_iterable(index.splits.values())]
     names = groups_of_records(records, index, spec.group)
     found = {record.path: name for record, name in zip(records, names, strict=True)}
     return [found.get(path, "") for path in paths]
+
+
+class ImageSources(NamedTuple):
+    """The sources of some images; `image_sources`."""
+
+    names: list[str]
+    """Empty of an image whose source is not known."""
+    new: list[bool]
+    """Whether no training image is of its source."""
+
+
+def image_sources(spec: DatasetSpec, paths: Sequence[str]) -> ImageSources | None:
+    """The sources of images of `spec` by their paths; None if none is of a new source.
+
+    Groups that a user named are sources, all of them new: none was trained on.
+    """
+    if spec.group is not None:
+        names = image_groups(spec, paths) or []
+        return ImageSources(
+            [f"group: {name}" if name else "" for name in names], [*map(bool, names)]
+        )
+    if not spec.groups.new:
+        return None
+    root = read_source(spec).root
+    own = [relative(path, root) for path in paths]
+    sources = [spec.groups.sources.get(name, spec.groups.new.get(name, "")) for name in own]
+    return ImageSources(sources, [name in spec.groups.new for name in own])
 
 
 def read_source(spec: DatasetSpec) -> DatasetIndex:
@@ -268,7 +298,7 @@ def open_splits(
     fold: Fold | None = None,
     listing: Listing | None = None,
     compare: bool = True,
-    find_scenes: SceneFinder | None = None,
+    find_groups: GroupFinder | None = None,
 ) -> Splits:
     """Open the training and validation images of a dataset; without validation images, the share
     `val_share` of each class is held out, and no scene is divided."""
@@ -294,20 +324,25 @@ def open_splits(
     own = validation_split(index.splits)
     held_out = own is None or fold is not None
     others = index.splits.get(own or TEST, []) if fold is None else []
-    identical, scenes = None, Scenes()
+    identical, scenes, found = None, Scenes(), FoundGroups([])
     records = [*images, *others]
     if compare:
-        paths = dict.fromkeys(record.path for record in records)
-        identical = equal_files(paths) if len(paths) <= MAX_COMPARED else None
-        if identical is not None and find_scenes is not None and spec.finds_scenes:
-            scenes = Scenes.of(find_scenes([*paths], index.root), records)
+        by_path = {record.path: record for record in records}
+        identical = equal_files(by_path) if len(by_path) <= MAX_COMPARED else None
+        if identical is not None and find_groups is not None and spec.finds_groups:
+            searched = find_groups([*by_path.values()], index.root)
+            scenes, found = Scenes.of(searched, records), searched or found
+    copies = name_copies([*(identical or ()), *scenes.kept], index.root)
+    exclusive = bool(classes) and not index.multilabel and not index.target_classes
+    sources = with_copies(found.sources, copies) if exclusive else {}
     train, val, more = split_train_val(
         index,
         spec,
         val_share=val_share,
         seed=seed,
         fold=fold,
-        copies=name_copies([*(identical or ()), *scenes.kept], index.root),
+        copies=copies,
+        sources=sources,
     )
     notes += [*more, *scenes.notes]
     if others:
@@ -315,6 +350,10 @@ def open_splits(
         others, more = _relabel(others, classes, index, where, owner="train")
         notes += [*more, *_leakage_notes(images, others, index.root)]
     val, test = (val, others) if held_out else (others, [])
+    new = found.new
+    if new is None and exclusive:
+        trained, unseen = ([record.path for record in part] for part in (train, val))
+        new = new_images(trained, unseen, sources, found.backgrounds)
     if test:
         notes.append(f"{plural(len(test), 'test image')} kept for the end")
     if not val:
@@ -328,6 +367,8 @@ def open_splits(
         seen, measured = (images, test) if test else (train, val)
         parts = _by_labels(seen), _by_labels(measured)
         notes += [*equal_notes(*parts, str(index.root), identical), *scenes.leak_notes(*parts)]
+    if not new or not new.keys() <= sources.keys():
+        sources = {}  # which nothing was measured by
     unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
     if unlike:
         notes.append(f"{plural(len(unlike), 'image')} without a label: the teacher labels them")
@@ -350,10 +391,16 @@ def open_splits(
         targets=spec.numbers,
         units=index.units,
         target_classes=spec.choices,
-        scenes={
-            relative(path, index.root): name
-            for path, name in name_copies(scenes.kept, index.root).items()
-        },
+        groups=ImageGroups(
+            *(
+                {relative(path, index.root): name for path, name in named.items()}
+                for named in (
+                    name_copies(scenes.kept, index.root),
+                    sources,
+                    new or {},
+                )
+            )
+        ),
     )
 
 

@@ -1,6 +1,7 @@
-"""Scenes of a dataset (`--group auto`): images of one scene are in one split, and count as one.
+"""Scenes and sources of a dataset (`--group auto`) in its split, and in the record of a run.
 
-The run folder records them in groups.csv, so that a resumed run has the same split.
+Images of one scene are in one split, and count as one. The run folder records all in groups.csv, so
+that a resumed run has the same split.
 """
 
 import csv
@@ -9,18 +10,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from vit.atomic_files import write_bytes
-from vit.data.dataset_types import ImageRecord, ImagesByClass
+from vit.data.dataset_types import ImageGroups, ImageRecord, ImagesByClass
 from vit.data.image_archives import relative
 from vit.errors import RunError
 from vit.paths import GROUPS_FILE
 from vit.text import plural
 
-SceneFinder = Callable[[Sequence[str], Path], "list[list[str]] | None"]
-"""From the images of a dataset and its root to its scenes; None if it would take too long."""
+
+class FoundGroups(NamedTuple):
+    """What belongs together among the images of a dataset, by their paths."""
+
+    scenes: Sequence[Sequence[str]]
+    sources: Mapping[str, str] = MappingProxyType({})
+    """As of `find_sources`."""
+    backgrounds: Mapping[str, Any] = MappingProxyType({})
+    """As of `background`."""
+    new: Mapping[str, str] | None = None
+    """As of `new_images`, of a run that has recorded it."""
+
+
+GroupFinder = Callable[[Sequence[ImageRecord], Path], FoundGroups | None]
+"""From the images of a dataset and its root to its groups; None if it would take too long."""
 MAX_SHARE = 0.5
 """Largest share of the images of a class that one scene may be: else they cannot be divided."""
+COLUMNS = ("image", "group", "source", "new_source")
+"""Of groups.csv."""
 HOW = "nearly the same image, or one camera within 10 seconds"
 
 
@@ -33,7 +51,7 @@ class Scenes:
     notes: Sequence[str] = ()
 
     @classmethod
-    def of(cls, found: Sequence[Sequence[str]] | None, records: Iterable[ImageRecord]) -> "Scenes":
+    def of(cls, found: FoundGroups | None, records: Iterable[ImageRecord]) -> "Scenes":
         """The scenes `found` among `records`, but for those that are most of a class."""
         if found is None:
             note = "images of one scene were not looked for: it takes more than 10 % of --time"
@@ -45,7 +63,7 @@ class Scenes:
             own = Counter(label for path in scene for label in labels[path])
             return all(number <= MAX_SHARE * total[label] for label, number in own.items())
 
-        kept = [scene for scene in found if is_small(scene)]
+        kept = [scene for scene in found.scenes if is_small(scene)]
         notes = []
         if kept:
             images = plural(sum(map(len, kept)), "image")
@@ -53,7 +71,7 @@ class Scenes:
                 f"{images} in {plural(len(kept), 'scene')} ({HOW}): each scene stays in one split "
                 "and counts as one image; --group none takes images one by one"
             )
-        if left := len(found) - len(kept):
+        if left := len(found.scenes) - len(kept):
             notes.append(
                 f"{plural(left, 'scene')} with more than half of the images of a class: not kept "
                 "together; add images of others, or --group COLUMN|REGEX says what belongs together"
@@ -79,35 +97,49 @@ class Scenes:
         ]
 
 
-def write_scenes(run: Path, scenes: Mapping[str, str]) -> None:
-    """Record the group of each image by its name, which need not be UTF-8, in a run folder."""
+def write_groups(run: Path, groups: ImageGroups) -> None:
+    """Record groups by the names of images, which need not be UTF-8, in a run folder."""
     lines = StringIO()
     table = csv.writer(lines, lineterminator="\n")
-    table.writerows([("image", "group"), *sorted(scenes.items(), key=lambda row: row[::-1])])
+    columns = (groups.scenes, groups.sources, groups.new)
+    names = {name for column in columns for name in column}
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+    table.writerows([COLUMNS, *sorted(rows, key=lambda row: (row[2], row[1], row[0]))])
     write_bytes(run / GROUPS_FILE, lines.getvalue().encode("utf-8", "surrogateescape"))
 
 
-def read_scenes(run: Path) -> dict[str, str]:
-    """The group of each image by its name, as recorded in a run folder; empty without."""
+def read_groups(run: Path) -> ImageGroups:
+    """The groups that a run folder has recorded; empty without, or without a column."""
     path = run / GROUPS_FILE
     if not path.is_file():
-        return {}
+        return ImageGroups()
     try:
         with path.open(encoding="utf-8", newline="", errors="surrogateescape") as file:
-            return {row["image"]: row["group"] for row in csv.DictReader(file, strict=True)}
+            rows = [*csv.DictReader(file, strict=True)]
+            return ImageGroups(
+                *(
+                    {row["image"]: row[name] for row in rows if row.get(name)}
+                    for name in COLUMNS[1:]
+                )
+            )
     except (OSError, KeyError, csv.Error) as error:
         raise RunError(f"{path} is damaged ({error}); restore it") from None
 
 
-def recorded_scenes(run: Path) -> SceneFinder:
-    """Finds the scenes that `run` has recorded."""
-    scenes = read_scenes(run)
+def recorded_groups(run: Path) -> GroupFinder:
+    """Finds the groups that `run` has recorded."""
+    groups = read_groups(run)
 
-    def find(paths: Sequence[str], root: Path) -> list[list[str]]:
-        found = defaultdict[str, list[str]](list)
-        for path in paths:
-            if (name := scenes.get(relative(path, root))) is not None:
-                found[name].append(path)
-        return [scene for scene in found.values() if len(scene) > 1]
+    def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups:
+        names = {record.path: relative(record.path, root) for record in records}
+        scenes = defaultdict[str, list[str]](list)
+        for path, name in names.items():
+            if name in groups.scenes:
+                scenes[groups.scenes[name]].append(path)
+        sources, new = (
+            {path: table[name] for path, name in names.items() if name in table}
+            for table in (groups.sources, groups.new)
+        )
+        return FoundGroups([one for one in scenes.values() if len(one) > 1], sources, new=new)
 
     return find

@@ -24,6 +24,7 @@ from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.image_archives import relative
 from vit.data.random_seed import random_seed
 from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
+from vit.data.sources.image_sources import hold_out_sources
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, nearest, plural, printable
 
@@ -66,8 +67,12 @@ def split_train_val(
     seed: int,
     fold: Fold | None,
     copies: Copies = MappingProxyType({}),
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> TrainValSplit:
-    """Split by the validation split of the data, a fold, or the share `val_share`, in (0, 1)."""
+    """Split by the validation split of the data, a fold, or the share `val_share`, in (0, 1).
+
+    `sources`, by path, are those of which some are held out whole.
+    """
     train = index.train
     own = validation_split(index.splits)
     if fold is not None and own is not None:
@@ -86,7 +91,7 @@ def split_train_val(
         check_group_leakage(train_groups, val_groups, spec.group, index.locations[other])
         notes = group_notes(groups, spec.group, column=index.has_groups)
     if own is None:
-        return _split_share(train, index, spec, copies, val_share=val_share, seed=seed)
+        return _split_share(train, index, spec, copies, sources, val_share=val_share, seed=seed)
     return train, val, notes
 
 
@@ -307,28 +312,36 @@ def _split_share(
     index: DatasetIndex,
     spec: DatasetSpec,
     copies: Copies,
+    sources: Mapping[str, str],
     *,
     val_share: float,
     seed: int,
 ) -> TrainValSplit:
     if spec.group is None and not index.multilabel and not index.target_classes:
-        reason = f"no validation {index.split_kind}"
         classes = _labels(records)
         strata = "each class" if classes else "all"
+        whole = hold_out_sources(records, sources, share=val_share / 2, seed=seed)
+        others = [record for record in records if record.path not in whole]
+        share = val_share / 2 if whole else val_share
         images: ImagesByClass = {}
-        pairs = zip(records, _strata(records, val_share), strict=True)
+        pairs = zip(others, _strata(others, share), strict=True)
         for record, (stratum, *_) in sorted(pairs, key=lambda pair: pair[1]):
             images.setdefault(stratum, []).append(record.path)
-        _, val_images = hold_out(
-            images, val_share=val_share, seed=seed, root=index.root, copies=copies
-        )
-        held_out = {path for paths in val_images.values() for path in paths}
+        _, val_images = hold_out(images, val_share=share, seed=seed, root=index.root, copies=copies)
+        drawn = {path for paths in val_images.values() for path in paths}
+        held_out = whole | drawn
         train, val = _partition(records, [record.path in held_out for record in records])
-        rounded = any(name and len(paths) * val_share < 0.5 for name, paths in images.items())
-        notes = [
-            f"{reason}: held out {plural(len(held_out), 'image')}, {val_share:.0%} of {strata}"
-            + (", and one where that rounds to none" if rounded else "")
-        ]
+        rounded = any(name and len(paths) * share < 0.5 for name, paths in images.items())
+        note = f"no validation {index.split_kind}: held out {plural(len(held_out), 'image')}, "
+        if whole:
+            names = sorted({sources[path] for path in whole if path in sources})
+            note += (
+                f"all {len(whole):,} of {plural(len(names), 'source')} (by {join_names(names, 3)}) "
+                f"to measure new sources by, and {share:.0%} of {strata} of the others"
+            )
+        else:
+            note += f"{share:.0%} of {strata}"
+        notes = [note + (", and one where that rounds to none" if rounded else "")]
         single = [printable(n) for n, paths in val_images.items() if n in classes and not paths]
         if single:
             notes.append(

@@ -30,7 +30,7 @@ from vit.config.stored_config import (
     write_paths,
 )
 from vit.data.dataset_types import Splits
-from vit.data.sources.scene_groups import write_scenes
+from vit.data.sources.scene_groups import write_groups
 from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.run_report import REPORT_FILE
@@ -243,8 +243,8 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
         delete_run(folder)
         write_config(folder, config)
         write_paths(folder, config)
-    if splits.scenes:
-        write_scenes(folder, splits.scenes)
+    if splits.groups:
+        write_groups(folder, splits.groups)
     if splits.made:
         record = {
             "seed": config.training.seed,

@@ -12,6 +12,7 @@ from vit.atomic_files import explain_write_errors, write_text
 from vit.config import DataConfig
 from vit.config.setting_layers import flatten
 from vit.errors import BadImage, RunError
+from vit.evaluation.metric_rows import describe_new_sources
 from vit.evaluation.runs_table import SUMMARY_FILE, summarize_run
 from vit.event_log import METRICS_FILE, read_event_log
 from vit.text import printable, quoted
@@ -174,6 +175,12 @@ class MetricsLogger:
         event = {"event": "test", "step": self.run.step, "test_images": measured.count, **scores}
         self._write(event)
         self.notify(self.run.task.format_test(event))
+
+    def new_source(self, scores: dict[str, Any] | None) -> None:
+        """Write and log the accuracy on new sources, if it was measured."""
+        if scores is not None:
+            self._write_measured({"event": "new_source", "step": self.run.step, **scores})
+            self.notify(describe_new_sources(scores))
 
     def end(
         self, chosen: dict[str, Any], *, images: int, routers: Sequence[Mapping[str, Any]] = ()

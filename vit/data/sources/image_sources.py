@@ -1,0 +1,195 @@
+"""Sources of images: the cameras, days, folders or file formats that they come from.
+
+A network is better on images of a source that it has learned from than on those of others, so an
+accuracy on images that were drawn at random is too good for new sources. Part of the held-out
+images are therefore all images of some sources, and the accuracy on these is that on new sources.
+
+Where nothing in the files tells sources apart, the quarter of the validation images whose
+background is least like that of any training image stands for them.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vit.data.dataset_types import ImageRecord
+from vit.data.image_archives import relative
+from vit.data.random_seed import random_seed
+
+if TYPE_CHECKING:
+    from vit.data.image_io import Origin
+
+MIN_SOURCES = 4
+"""Sources of MIN_IMAGES or more from which on a property of files tells sources apart."""
+MIN_IMAGES = 5
+COVERED = 0.8
+"""Share of the images that are of such sources."""
+MIXED = 0.5
+"""Share of the images whose source has images of another class."""
+MIN_NEW = 30
+"""Validation images from which on an accuracy on new sources is measured."""
+UNLIKE = 0.25
+"""Share of the validation images that stand for new sources by their background."""
+BACKGROUND = "background"
+"""The source of these images."""
+SHADES = 6
+"""Of each channel, in the histogram of a background."""
+BORDER = 12
+"""The border of an image is one part in so many of its shorter side."""
+
+
+def find_sources(
+    records: Sequence[ImageRecord], root: Path, origins: Mapping[str, "Origin"]
+) -> dict[str, str]:
+    """The source of each image by its path, from the first property that tells sources apart.
+
+    Args:
+        origins: Of the images that can be read, by path.
+    """
+
+    def day(record: ImageRecord) -> str:
+        origin = origins[record.path]
+        if not origin.camera or origin.seconds is None:
+            return ""
+        taken = datetime.fromtimestamp(origin.seconds, timezone.utc)
+        return f"{origin.camera} {taken:%Y-%m-%d}"
+
+    def folder(record: ImageRecord) -> str:
+        parts = PurePath(relative(record.path, root)).parent.parts
+        return "/".join(part for part in parts if part not in record.labels)
+
+    def file_name(record: ImageRecord) -> str:
+        match = re.fullmatch(r"(.*?)\d+\D*", PurePath(record.path).stem)
+        return match[1] if match else ""
+
+    kinds: dict[str, Callable[[ImageRecord], str]] = {
+        "camera": lambda record: origins[record.path].camera,
+        "camera and day": day,
+        "folder": folder,
+        "file name": file_name,
+        "file format": lambda record: origins[record.path].format,
+    }
+    readable = [record for record in records if record.path in origins]
+    for kind, value in kinds.items():
+        found = {one.path: f"{kind}: {name}" for one in readable if (name := value(one))}
+        if _are_sources(found, readable):
+            return found
+    return {}
+
+
+def _are_sources(found: Mapping[str, str], records: Sequence[ImageRecord]) -> bool:
+    images = Counter(found.values())
+    classes = defaultdict[str, set[str]](set)
+    for record in records:
+        if record.path in found:
+            classes[found[record.path]].update(record.labels)
+    large = {name: number for name, number in images.items() if number >= MIN_IMAGES}
+    mixed = sum(number for name, number in large.items() if len(classes[name]) > 1)
+    return (
+        len(large) >= MIN_SOURCES
+        and sum(large.values()) >= COVERED * len(records)
+        and mixed >= MIXED * len(records)
+    )
+
+
+def with_copies(sources: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, str]:
+    """The source of each image by its path; `copies`, which stay together, are of the source of the
+    first of them.
+
+    Args:
+        copies: Path -> name of the set of copies, or of the scene.
+    """
+    first: dict[str, str] = {}
+    for path in sorted(copies):
+        first.setdefault(copies[path], sources.get(path, ""))
+    found = {path: first[copies[path]] if path in copies else own for path, own in sources.items()}
+    return {path: own for path, own in found.items() if own}
+
+
+def hold_out_sources(
+    records: Sequence[ImageRecord], sources: Mapping[str, str], *, share: float, seed: int
+) -> set[str]:
+    """Paths of all images of some sources, about `share` of the images; empty if none fit.
+
+    Sources are taken in a random order while they fit. At least half of the images of each class
+    stay. If all are larger than `share`, the smallest is taken, of up to twice that.
+
+    Args:
+        sources: Path -> source, as of `with_copies`.
+    """
+    members = defaultdict[str, list[ImageRecord]](list)
+    for record in records:
+        if record.path in sources:
+            members[sources[record.path]].append(record)
+    total = Counter(label for record in records for label in record.labels)
+    held = Counter[str]()
+    chosen: list[str] = []
+
+    def take(names: Sequence[str], most: float) -> None:
+        for name in names:
+            labels = held + Counter(label for one in members[name] for label in one.labels)
+            images = len(members[name]) + sum(len(members[other]) for other in chosen)
+            few = all(2 * number <= total[label] for label, number in labels.items())
+            if few and images <= most * len(records):
+                chosen.append(name)
+                held.update(label for one in members[name] for label in one.labels)
+
+    order = sorted(members, key=lambda name: random_seed(seed, "source", name))
+    take(order, share)
+    if not chosen:
+        take(sorted(order, key=lambda name: len(members[name]))[:1], 2 * share)
+    found = {one.path for name in chosen for one in members[name]}
+    return found if len(found) >= MIN_NEW else set()
+
+
+def new_images(
+    train: Collection[str],
+    val: Collection[str],
+    sources: Mapping[str, str],
+    backgrounds: Mapping[str, Any],
+) -> dict[str, str]:
+    """The validation images of sources that no training image is of, with their source.
+
+    If there are too few, those with the backgrounds that are least like those of training images;
+    empty if there are too few of these too.
+
+    Args:
+        train, val: Paths of images.
+        sources: Path -> source.
+        backgrounds: Path -> of `background`.
+    """
+    known = {sources[path] for path in train if path in sources}
+    found = {path: sources[path] for path in val if path in sources}
+    found = {path: name for path, name in found.items() if name not in known}
+    if len(found) >= MIN_NEW:
+        return found
+    seen, measured = ([path for path in paths if path in backgrounds] for paths in (train, val))
+    count = round(UNLIKE * len(measured))
+    if count < MIN_NEW or not seen:
+        return {}
+    learned = np.stack([backgrounds[path] for path in seen]).astype(np.float32)
+    nearest = [float((learned @ backgrounds[path].astype(np.float32)).max()) for path in measured]
+    order = sorted(range(len(measured)), key=lambda at: (nearest[at], measured[at]))
+    return {measured[at]: BACKGROUND for at in sorted(order[:count])}
+
+
+def background(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float16]]:
+    """Square roots of the shares of colours at the border of an image, (216,) float16.
+
+    The product of two is the Bhattacharyya coefficient of their histograms, 1 if they are equal.
+
+    Args:
+        pixels: (height, width, 3) uint8.
+    """
+    height, width = pixels.shape[:2]
+    edge = max(min(height, width) // BORDER, 1)
+    sides = (pixels[:edge], pixels[-edge:], pixels[edge:-edge, :edge], pixels[edge:-edge, -edge:])
+    border = np.concatenate([side.reshape(-1, 3) for side in sides]).astype(np.int64)
+    shades = border * SHADES // 256
+    counts = np.bincount(shades @ (SHADES**2, SHADES, 1), minlength=SHADES**3)
+    return np.sqrt(counts / len(border)).astype(np.float16)
