@@ -116,8 +116,8 @@ class Classification(Task):
         return float((outputs.argmax(1) == labels).mean())
 
     def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """None: it is the task of a network without other fields."""
-        return {}
+        """The task, but for that of a network without other fields."""
+        return {} if config.training.task == "classify" else super().stored_fields(config, outputs)
 
     def finish(self, run: FinishedRun) -> None:
         """Calibrate the scores on the validation images."""
@@ -188,14 +188,10 @@ class Classification(Task):
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
-        targets = self.targets(labels, config.model.num_classes).to(images.dtype)
+        targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
         loss = smoothed_cross_entropy if self.balance is None else self.balance.loss
         label_loss = partial(loss, smoothing=config.training.smoothing)
         return classifier_loss(run, batch, images, targets, epoch, label_loss, self.distillation)
-
-    def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Shares of the classes that are learned of images with these labels, (images, classes)."""
-        return F.one_hot(labels, classes)
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]

@@ -1,22 +1,17 @@
 """Grades: classes in an order, such as poor, fair and good.
 
-    loss       - sum_k q_k log softmax(logits)_k,   q = softmax(- (k - grade)²)
-    val_kappa  quadratic weighted kappa of the most probable grades
-
-benchmarks/results has this loss beside plain cross-entropy and CORN.
-
-Source: Díaz and Marathe, "Soft Labels for Ordinal Regression", section 3.1, CVPR 2019.
+loss       cross-entropy as of classes; docs/lab-notebook.md has losses of the order beside it
+val_kappa  quadratic weighted kappa of the most probable grades
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.config import Config
-from vit.config.presets import task_defaults
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
@@ -38,7 +33,6 @@ class Ordinal(Classification):
     """Single-label classification whose classes have an order."""
 
     metric = "val_kappa"
-    planned_settings: ClassVar[Mapping[str, Any]] = task_defaults("ordinal")
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """Images with classes in the order of the setting `order`."""
@@ -56,11 +50,6 @@ class Ordinal(Classification):
             )
         return config, splits
 
-    def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Shares of the grades, which fall with the square of their distance."""
-        grades = torch.arange(classes, device=labels.device)
-        return (labels.unsqueeze(1) - grades).square().neg().float().softmax(dim=1)
-
     def format_scores(self, event: Event) -> str:
         """Kappa and accuracy."""
         return f"{Task.format_scores(self, event)}  top-1 {event['val_top1']:.2%}"
@@ -75,10 +64,6 @@ class Ordinal(Classification):
         labels = torch.tensor([sample.label for sample in samples])
         moments = grade_moments(labels, torch.from_numpy(outputs.argmax(1)))
         return float(quadratic_weighted_kappa(moments.mean(dim=0)))
-
-    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """The task."""
-        return {"task": config.training.task}
 
     def tally(self, samples: Sequence[Sample]) -> "GradeTally":
         return GradeTally(count_classes(samples))

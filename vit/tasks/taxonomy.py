@@ -101,10 +101,6 @@ class TaxonomyTask(Classification):
         nodes.add(logits.softmax(dim=1), [classes[label] for label in found.labels.tolist()])
         return nodes.node_rows()
 
-    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """The task."""
-        return {"task": config.training.task}
-
     def tally(self, samples: Sequence[Sample]) -> "NodeTally":
         assert self.tree is not None
         return NodeTally(self.tree)
