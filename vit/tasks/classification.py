@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ class Classification(Task):
     """Single-label classification."""
 
     metric = "val_top1"
-    planned = True
     activation_name = "softmax"
     measures_distance = True
 
@@ -264,9 +263,12 @@ class ClassEvaluation(Evaluation):
 class ClassTally:
     """Loss, accuracy and balanced accuracy."""
 
+    extra: ClassVar[int] = 0
+    """Sums of a subclass, before these."""
+
     def __init__(self, classes: int) -> None:
         self.classes = classes
-        self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
+        self.sums = torch.zeros(self.extra + 3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         logits = forward(run, images, batch.sizes)

@@ -22,11 +22,8 @@ from vit.evaluation.classification_metrics import (
     quadratic_weighted_kappa,
 )
 from vit.tasks.classification import ClassEvaluation, Classification, ClassTally, count_classes
-from vit.tasks.task import Event, Task, TrainingRun, one_class_needed
+from vit.tasks.task import Event, Task, TrainingRun
 from vit.text import Notify
-
-MOMENTS = 5
-"""Numbers of an image of `grade_moments`."""
 
 
 class Ordinal(Classification):
@@ -42,8 +39,7 @@ class Ordinal(Classification):
 
     def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
         """Refuse several grades an image, and validation images that all have one grade."""
-        if splits.multilabel:
-            raise one_class_needed(config, "give each one grade")
+        Task.check_data(self, config, splits, notify)
         if len({sample.label for sample in splits.val}) < 2:
             raise DataError(
                 "the validation images all have one grade, which ranks nothing; add some"
@@ -84,9 +80,7 @@ class GradeEvaluation(ClassEvaluation):
 class GradeTally(ClassTally):
     """The scores of classes, and kappa."""
 
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.sums = torch.cat([self.sums.new_zeros(MOMENTS), self.sums])
+    extra = 5
 
     def row(self, logits: Tensor, labels: Tensor) -> Tensor:
         moments = grade_moments(labels, logits.argmax(dim=1)).sum(dim=0)
@@ -94,7 +88,7 @@ class GradeTally(ClassTally):
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Those of classes, and kappa, which ranks epochs."""
-        means = torch.tensor(totals[:MOMENTS], dtype=torch.float64) / totals[-1]
+        means = torch.tensor(totals[: self.extra], dtype=torch.float64) / totals[-1]
         kappa = float(quadratic_weighted_kappa(means))
-        scores = super().scores(run, totals[MOMENTS:])
+        scores = super().scores(run, totals[self.extra :])
         return {**scores, "val_kappa": kappa, "chosen_by": Ordinal.metric}
