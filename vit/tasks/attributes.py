@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from vit.config import Config
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.evaluation.number_metrics import summarize_targets
 from vit.precision import at_least_float32
 from vit.tasks.regression import DELTA, NumberTally, Regression, scale_of
 from vit.tasks.task import Event, TrainingRun
@@ -72,14 +71,6 @@ class Attributes(Regression):
                 if name.startswith(prefix) and value is not None
             ]
         return "  ".join(lines)
-
-    def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
-        """The same as `val_score`."""
-        assert self.answers is not None
-        wanted = torch.tensor([one.numbers for one in samples], dtype=torch.float64)
-        values = torch.as_tensor(outputs).double()
-        score: float | None = summarize_targets(self.answers, values, wanted, brief=True)["score"]
-        return score
 
 
 class AttributeTally(NumberTally):

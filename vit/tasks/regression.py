@@ -23,10 +23,11 @@ from vit.config.presets import task_defaults
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.number_columns import constant_target
 from vit.errors import ConfigError, DataError
 from vit.evaluation.number_metrics import (
     conformal_half_widths,
-    summarize_numbers,
+    mean_score,
     summarize_targets,
 )
 from vit.evaluation.temperature_scaling import MIN_IMAGES, Scaling, fit_temperature, scale_logits
@@ -175,15 +176,12 @@ class Regression(Task):
         return NumberEvaluation(samples, model.answers)
 
     def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
-        """R2, at least 0; of several targets their mean."""
+        """The `mean_score` of the targets."""
+        assert self.answers is not None
         wanted = torch.tensor([one.numbers for one in samples], dtype=torch.float64)
-        found = []
-        for values, numbers in zip(torch.as_tensor(outputs).double().T, wanted.T, strict=True):
-            there = ~numbers.isnan()
-            if there.any():
-                r2 = summarize_numbers(values[there], numbers[there], brief=True)["r2"]
-                found += [] if r2 is None else [max(r2, 0.0)]
-        return sum(found) / len(found) if found else None
+        values = torch.as_tensor(outputs).double()
+        scores = summarize_targets(self.answers, values, wanted, brief=True)
+        return mean_score(scores.get("questions", {"": scores}))
 
     def decisions(self, outputs: Any, thresholds: Sequence[float] | None) -> None:
         """None: numbers differ in size."""
@@ -343,11 +341,8 @@ def scale_of(splits: Splits) -> NumberAnswers:
         strict=True,
     ):
         values = values[~np.isnan(values)]
-        if not len(values) or values.min() == values.max():
-            what = "is empty in all"
-            if len(values):
-                what = f"is {texts[int(values[0])] if texts else format(values[0], 'g')} in all"
-            raise DataError(f"target {printable(name)}: {what} training images; nothing to learn")
+        if problem := constant_target(printable(name), values, texts):
+            raise DataError(problem)
         if texts:
             scales.append((0.0, 1.0, False))
             continue
