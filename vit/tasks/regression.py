@@ -154,8 +154,8 @@ class Regression(Task):
         """The columns that the network was trained on."""
         if spec.label_column == ",".join(spec.target):  # of classes, in a training's settings
             spec = replace(spec, label_column=None)
-        if (answers := self.answers) is None:
-            return replace(spec, target=tuple(outputs), labels=False)
+        answers = self.answers
+        assert answers is not None
         pairs = zip(answers.names, answers.choices, strict=True)
         return replace(
             spec,

@@ -31,7 +31,7 @@ from vit.tasks.task import Event, Task, TrainingRun
 from vit.text import Notify
 
 
-class TaxonomyTask(Classification):
+class Taxonomy(Classification):
     """Single-label classification whose classes are the nodes of a tree."""
 
     tree: ClassTree | None = None
@@ -50,10 +50,10 @@ class TaxonomyTask(Classification):
             )
         return config, splits
 
-    def with_data(self, config: Config, splits: Splits | None) -> "TaxonomyTask":
+    def with_data(self, config: Config, splits: Splits | None) -> "Taxonomy":
         """The task with the tree."""
         task = super().with_data(config, splits)
-        assert isinstance(task, TaxonomyTask)
+        assert isinstance(task, Taxonomy)
         task.tree = None if splits is None else ClassTree(splits.classes)
         return task
 
