@@ -71,6 +71,7 @@ def run(graded, tmp_path_factory):
 def test_the_order_is_held_in_the_run_and_its_report(run, graded, tmp_path):
     stored = json.loads((run / "config.json").read_text())["vit"]
     assert (stored["task"], tuple(stored["classes"])) == ("ordinal", GRADES)
+    assert "\nsmoothing: 0.1\n" in (run / "config.yaml").read_text()  # as of classes
     report = (run / "report.html").read_text()
     assert "Grades are in their order" in report
     assert "Weighted kappa over 4 epochs" in report
