@@ -23,6 +23,7 @@ from tests.processor import sitecustomize as processor
 from vit import precision
 from vit.config import Config, ModelConfig, TrainingConfig
 from vit.data.preprocessing import Preprocessing
+from vit.inference.calibrate import calibrate
 from vit.model.build import build_classifier
 from vit.model.feature_distance import DistanceFeatures, FeatureDistance, encode_with_features
 from vit.process_resources import usable_cores
@@ -253,6 +254,24 @@ def distance_run(calibrated_run: Path, tiny_data: Path, tmp_path_factory) -> Pat
     calibration = dataclasses.replace(run.calibration, farthest=farthest)
     store_calibration(folder, calibration, distance)
     return folder
+
+
+@pytest.fixture
+def twenty_images_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrations of 20 images, and distances that reject one in ten of them."""
+    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
+        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
+    monkeypatch.setattr("vit.evaluation.fit_calibration.FALSE_ALARMS", 0.1)
+
+
+@pytest.fixture
+def reference_run(
+    distance_run: Path, tiny_data: Path, tmp_path: Path, twenty_images_calibrate: None
+) -> Path:
+    """A copy of `distance_run` that `vit calibrate` measured on `tiny_data`."""
+    run = Path(shutil.copytree(distance_run, tmp_path / "run"))
+    calibrate(run, str(tiny_data), device="cpu", precision="fp32")
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -145,7 +145,7 @@ CAPABILITIES: Sequence[Capability] = (
         "Plan a training",
         "training/plan training/plan_rules training/plan_weights training/training_speed "
         "commands/plan_command",
-        *("plan train", tasks_with("planned"), DATA, "torch"),
+        *("plan train", TASKS, DATA, "torch"),
         tests="training/test_recipes",
     ),
     Capability(

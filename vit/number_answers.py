@@ -9,7 +9,7 @@ Stored in config.json of a run and in the metadata of exported files. Needs no t
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,19 +163,13 @@ class NumberAnswers:
         """Outputs in units, (outputs,) -> the same, whose numbers are standardised: they then
         differ as probabilities do."""
         found = np.array(values, dtype=np.float64)
-        numbers = [part.start for part, one in self._parts_with_classes() if not one]
-        alone = [n for n, one in enumerate(self.choices) if not one]
-        whole = np.zeros(len(self.names))
-        whole[alone] = found[numbers]
-        found[numbers] = self.standardise(whole)[alone]
+        firsts = [part.start for part in self.parts]  # of a choice a class, which stays as it is
+        found[firsts] = self.standardise(found[firsts])
         return found
 
     def best(self, values: Array) -> list[int]:
         """The output of each target, (outputs,), of a choice that of the best class."""
         return [part.start + int(np.argmax(values[part])) for part in self.parts]
-
-    def _parts_with_classes(self) -> Iterator[tuple[slice, tuple[str, ...]]]:
-        return zip(self.parts, self.choices, strict=True)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name and unit of each target, and the range of most training images or the classes, for
@@ -192,10 +186,6 @@ class NumberAnswers:
                 self.names, self.units, ranges, self.choices, strict=True
             )
         ]
-
-    def with_intervals(self, half_widths: Mapping[float, Sequence[float]]) -> "NumberAnswers":
-        """The same with intervals."""
-        return replace(self, half_widths={key: (*one,) for key, one in half_widths.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without what is measured after the training."""
@@ -214,8 +204,9 @@ class NumberAnswers:
         """Parse what `to_dict` returned, `half_widths` by coverage as text, and `scaling`."""
         optional = ("half_widths", "classes", "scaling")
         found = from_plain(NumberAnswers, values, "answers", optional=optional)
-        found = replace(found, scaling=tuple((float(a), float(b)) for a, b in scaling))
-        return found.with_intervals({float(key): one for key, one in (intervals or {}).items()})
+        widths = {float(key): (*one,) for key, one in (intervals or {}).items()}
+        scales = tuple((float(a), float(b)) for a, b in scaling)
+        return replace(found, half_widths=widths, scaling=scales)
 
 
 def _ends_of(name: str, ends: Sequence[str]) -> list[str]:

@@ -107,9 +107,8 @@ def photos(tiny_data, tmp_path, monkeypatch):
     return "photos"
 
 
-def test_lists_go_from_command_to_command(photos, tiny_run, monkeypatch, capsys):
-    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
-        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
+@pytest.mark.usefixtures("twenty_images_calibrate")
+def test_lists_go_from_command_to_command(photos, tiny_run, capsys):
     run = shutil.copytree(tiny_run, "run")
     for suffix in ("csv", "jsonl"):
         lists = f"first.{suffix}", f"second.{suffix}"

@@ -19,12 +19,7 @@ from vit.weights.saved_model import load_run, update_run
 COLOURS = ("blue", "green", "red")
 EXACT = {"device": "cpu", "precision": "fp32"}
 WORDS = ["--device", "cpu", "--precision", "fp32"]
-
-
-@pytest.fixture(autouse=True)
-def _few_images_suffice(monkeypatch):
-    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
-        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
+pytestmark = pytest.mark.usefixtures("twenty_images_calibrate")
 
 
 @pytest.fixture

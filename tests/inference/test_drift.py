@@ -18,18 +18,9 @@ EXACT = {"device": "cpu", "precision": "fp32"}
 WORDS = ["--device", "cpu", "--precision", "fp32"]
 
 
-@pytest.fixture(autouse=True)
-def _few_images_suffice(monkeypatch):
-    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
-        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
-    monkeypatch.setattr("vit.evaluation.fit_calibration.FALSE_ALARMS", 0.1)
-
-
 @pytest.fixture
-def run(distance_run, tiny_data, tmp_path):
-    run = shutil.copytree(distance_run, tmp_path / "run")
-    calibrate(run, str(tiny_data), **EXACT)
-    return run
+def run(reference_run):
+    return reference_run
 
 
 @pytest.fixture
@@ -134,6 +125,7 @@ def test_a_run_without_a_reference_of_its_calibration_is_refused(
     assert "this network's task is multilabel" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("twenty_images_calibrate")
 def test_of_images_in_groups_one_each_is_a_reference(distance_run, tiny_data, tmp_path):
     run = shutil.copytree(distance_run, tmp_path / "run")
     calibrate(run, str(tiny_data), group=r"(\d)\.", **EXACT)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 
 import pytest
 
@@ -10,21 +9,13 @@ import vit
 from tests.serving.conftest import running
 from vit.commands.main import main
 from vit.errors import ConfigError
-from vit.inference.calibrate import calibrate
 from vit.serving import watch_file
 from vit.serving.watch_file import WatchFile
 
-EXACT = {"device": "cpu", "precision": "fp32"}
-
 
 @pytest.fixture
-def run(distance_run, tiny_data, tmp_path, monkeypatch):
-    for module in ("evaluation.temperature_scaling", "inference.calibrate"):
-        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 20)
-    monkeypatch.setattr("vit.evaluation.fit_calibration.FALSE_ALARMS", 0.1)
-    run = shutil.copytree(distance_run, tmp_path / "run")
-    calibrate(run, str(tiny_data), **EXACT)
-    return run
+def run(reference_run):
+    return reference_run
 
 
 def test_answers_are_counted_over_restarts(run, files, tiny_data, tmp_path, monkeypatch):

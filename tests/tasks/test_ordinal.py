@@ -1,4 +1,4 @@
-"""Grades: `--order` is held from the list to the report, and kappa ranks, with soft labels."""
+"""Grades: `--order` is held from the list to the report, and kappa ranks epochs."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from vit.config.setting_layers import Settings, make_config
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_splits
 from vit.errors import ConfigError, DataError
-from vit.tasks.ordinal import GradeTally, Ordinal
+from vit.tasks.ordinal import GradeTally
 from vit.training.plan import with_target_task
 
 GRADES = ("poor", "fair", "good", "best")
@@ -68,16 +68,10 @@ def run(graded, tmp_path_factory):
     return out
 
 
-def test_soft_labels_are_those_of_diaz_and_marathe():
-    targets = Ordinal().targets(torch.tensor([0, 2]), 4)
-    by_hand = np.exp([[0, -1, -4, -9], [-4, -1, 0, -1]])
-    expected = by_hand / by_hand.sum(1, keepdims=True)
-    torch.testing.assert_close(targets.double(), torch.tensor(expected), atol=1e-6, rtol=0)
-
-
 def test_the_order_is_held_in_the_run_and_its_report(run, graded, tmp_path):
     stored = json.loads((run / "config.json").read_text())["vit"]
     assert (stored["task"], tuple(stored["classes"])) == ("ordinal", GRADES)
+    assert "\nsmoothing: 0.1\n" in (run / "config.yaml").read_text()  # as of classes
     report = (run / "report.html").read_text()
     assert "Grades are in their order" in report
     assert "Weighted kappa over 4 epochs" in report

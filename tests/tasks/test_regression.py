@@ -150,7 +150,8 @@ def test_skewed_positive_numbers_are_learned_as_logarithms(tmp_path):
 
 
 def test_answers_are_stored_as_json():
-    answers = NumberAnswers(("a",), ("cm",), (1.0,), (2.0,), (True,)).with_intervals({0.9: [0.3]})
+    fields = ("a",), ("cm",), (1.0,), (2.0,), (True,)
+    answers = NumberAnswers(*fields, half_widths={0.9: (0.3,)})
     text = json.dumps([answers.to_dict(), answers.half_widths])
     assert NumberAnswers.from_dict(*json.loads(text)) == answers
 

@@ -234,7 +234,7 @@ def test_a_calibration_with_another_target_and_none(run, data, tmp_path, capsys)
     words = ["--precision", "fp32", "--device", "cpu"]
     assert main(["calibrate", str(copy), str(data), "--target-precision", "0.9999", *words]) == 2
     said = capsys.readouterr().err
-    assert "keeps its calibration: no threshold from which on 99.99% of the answers" in said
+    assert "keeps its calibration: no score from which on 99.99% of the answers" in said
 
 
 def test_images_are_sorted_into_the_folders_of_the_tree(run, data, tmp_path):
@@ -306,8 +306,9 @@ def test_confidences_of_nodes_are_thresholds():
     table = torch.rand(40, len(CLASSES), generator=generator).double().pow(4)
     table /= table.sum(1, keepdim=True)
     labels = torch.randint(0, len(CLASSES), (40,), generator=generator)
-    answered, wrong, ends = node_confidences(tree, table, labels)
-    for n, path in enumerate(tree.paths(table.numpy())):
+    paths = tree.paths(table.numpy())
+    answered, wrong, ends = node_confidences(paths, [CLASSES[label] for label in labels])
+    for n, path in enumerate(paths):
         for threshold in np.linspace(0, 1, 23):
             answer, _ = answer_of(path, threshold)
             assert bool(answer) == (threshold <= answered[n])

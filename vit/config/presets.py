@@ -54,13 +54,10 @@ def task_defaults(task: str | None) -> dict[str, Any]:
     """Defaults of a task that differ from those of the fields.
 
     Captions mention left and right, and what is at the edges of an image. Angles, lengths, counts
-    and colours are numbers that flips, crops and changes of colour alter. Grades are smoothed by
-    their distance.
+    and colours are numbers that flips, crops and changes of colour alter.
     """
     if task in ("regression", "attributes"):
         return {"hflip": 0.0, "random_crop": "simple"}
-    if task == "ordinal":
-        return {"smoothing": 0.0}
     return {"hflip": 0.0, "min_crop": 0.5} if "caption" in (task or "") else {}
 
 

@@ -23,7 +23,7 @@ TASKS: dict[str, str] = {
     "classify": "vit.tasks.classification:Classification",
     "multilabel": "vit.tasks.multilabel:MultiLabel",
     "ordinal": "vit.tasks.ordinal:Ordinal",
-    "taxonomy": "vit.tasks.taxonomy:TaxonomyTask",
+    "taxonomy": "vit.tasks.taxonomy:Taxonomy",
     "regression": "vit.tasks.regression:Regression",
     "attributes": "vit.tasks.attributes:Attributes",
     "caption": "vit.tasks.captioning:Captioning",

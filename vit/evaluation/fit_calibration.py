@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from vit.calibration_reference import CalibrationReference
-from vit.class_tree import ROOT, ClassTree, answer_of, wrong_from
+from vit.class_tree import ROOT, ClassTree, Path, answer_of, wrong_from
 from vit.evaluation.classification_metrics import calibration_error, ranking
 from vit.evaluation.exact_tests import binomial_tail
 from vit.evaluation.intervals import count_groups, count_present
@@ -142,8 +142,11 @@ def fit_calibration(
     right = answers == targets
     error = calibration_error(confidences, right)
     nodes: dict[str, Tensor] = {}
+    paths = [] if tree is None else tree.paths(probabilities.double().numpy())
     if tree is not None:
-        confidences, wrong, ends = node_confidences(tree, probabilities, targets)
+        confidences, wrong, ends = node_confidences(
+            paths, [tree.classes[n] for n in targets.tolist()]
+        )
         right, nodes = wrong < 0, {"wrong_from": wrong, "tested": ends}
     farthest = None
     if distances is not None:  # of a new group, if there are enough of them
@@ -184,7 +187,7 @@ def fit_calibration(
         groups=None if groups is None else count_groups(groups),
     )
     fewest = count_rarest(targets, logits.shape[1], groups)
-    kinds = None if tree is None else _kinds(tree, probabilities, calibration)
+    kinds = None if tree is None else _kinds(tree, paths, node_threshold(calibration))
     return FittedCalibration(calibration, fitted, error, lower, fewest, kinds, set_sizes)
 
 
@@ -264,25 +267,18 @@ def prove_thresholds(
     return proofs[best], {proof.target: proof.answered for proof in proofs[best:][1:]}
 
 
-def _kinds(
-    tree: ClassTree, probabilities: Tensor, calibration: ScoreCalibration
-) -> tuple[float, float]:
-    threshold, paths = node_threshold(calibration), tree.paths(probabilities.double().numpy())
+def _kinds(tree: ClassTree, paths: Sequence[Path], threshold: float) -> tuple[float, float]:
     answers = [answer_of(path, threshold)[0] for path in paths]
     leaves = sum(not tree.children[node] for node in answers)
     return leaves / len(answers), (len(answers) - answers.count(ROOT) - leaves) / len(answers)
 
 
-def node_confidences(
-    tree: ClassTree, probabilities: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def node_confidences(paths: Sequence[Path], labels: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
     """Highest thresholds, (images,), at which an image has an answer, a wrong one (-1: none is),
-    and the end of its path; of probabilities of classes, (images, classes)."""
-    paths = tree.paths(probabilities.double().numpy())
-    names = [tree.classes[label] for label in labels.tolist()]
+    and the end of its path."""
     rows = [
         (path[0][1], wrong_from(path, name), min(one for _, one in path))
-        for path, name in zip(paths, names, strict=True)
+        for path, name in zip(paths, labels, strict=True)
     ]
     answered, wrong, ends = torch.tensor(rows, dtype=torch.float64).unbind(dim=1)
     return answered, wrong, ends
@@ -342,31 +338,25 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
     share, count, unit, new = f"{100 * target:.4g}%", calibration.images, "image", ""
     if calibration.groups is not None:
         count, unit, new = calibration.groups, "group", " in a new group"
-    if fitted.kinds is not None:
-        if calibration.threshold is None:
-            lines.append(
-                f"note: no threshold from which on {share} of the answers are right is proven; vit "
-                f"calibrate with more than these {plural(count, unit)}, or a lower "
-                "--target-precision"
-            )
-        promise = f"{share} of them are right{new}"
-        return [*lines, describe_nodes(calibration, fitted.kinds, promise)]
     parts = {f" of class {printable(name)}": one for name, one in thresholds.items()}
     parts[" of the other classes" if thresholds else ""] = calibration.threshold
     needed = needed_images(target, error=ALLOWED_ERROR / len(parts))
     for name, threshold in parts.items():
-        if threshold is not None:
-            lines.append(
-                f"--reject gives answers{name} from a score of {threshold:.4f} on, where at least "
-                f"{share} of them are right{new}"
-            )
-        else:
+        if threshold is None:
             lines.append(
                 f"note: no score from which on {share} of the answers{name} are proven to be "
                 f"right; that takes {needed:,} {unit}s without a mistake, or more with some: vit "
                 f"calibrate with more than these {plural(count, unit)}, or a lower "
                 "--target-precision"
             )
+        elif fitted.kinds is None:
+            lines.append(
+                f"--reject gives answers{name} from a score of {threshold:.4f} on, where at least "
+                f"{share} of them are right{new}"
+            )
+    if fitted.kinds is not None:
+        promise = f"{share} of them are right{new}"
+        return [*lines, describe_nodes(calibration, fitted.kinds, promise)]
     if calibration.rejects:
         lower = [
             f"{answered:.1%} with {share:g}"

@@ -16,7 +16,7 @@ groups: Lee, Barber and Willett, section 3, arXiv:2306.06342; Dunn et al., arXiv
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +88,7 @@ def summarize_targets(
     images, and the scores of each under `questions`; with choices the mean `score` instead.
 
     `coverage` is the share of true numbers in the interval, `set_coverage` of true classes in the
-    set, where the network has them. `score` is the mean over targets of the top-1 of a choice, and
-    of the R2 of a number, at least 0.
+    set, where the network has them. `score` is the `mean_score`.
 
     Args:
         predicted: Numbers in units, probabilities of classes, (images, outputs) float64.
@@ -117,10 +116,7 @@ def summarize_targets(
             scores["set_coverage" if classes else "coverage"] = int(held.sum()) / len(values)
         questions[name] = scores
     if answers.classes:
-        known = [one["top1"] if "top1" in one else one.get("r2") for one in questions.values()]
-        found = [max(one, 0.0) for one in known if one is not None]
-        mean = sum(found) / len(found) if found else None
-        return {"count": len(true), "score": mean, "questions": questions}
+        return {"count": len(true), "score": mean_score(questions), "questions": questions}
     if len(questions) == 1:
         return questions[answers.names[0]]
     standard = [torch.from_numpy(answers.standardise(one.numpy())) for one in (predicted, true)]
@@ -130,6 +126,14 @@ def summarize_targets(
         "mae": mean if math.isfinite(mean) else None,
         "questions": questions,
     }
+
+
+def mean_score(questions: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Mean over targets of the top-1 of a choice, and of the R2 of a number, at least 0; None where
+    all are undefined."""
+    known = [one["top1"] if "top1" in one else one.get("r2") for one in questions.values()]
+    found = [max(one, 0.0) for one in known if one is not None]
+    return sum(found) / len(found) if found else None
 
 
 def _summarize_choice(

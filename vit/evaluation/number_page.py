@@ -39,27 +39,22 @@ def write_number_report(
     score = {"score_key": "val_mae", "score_name": "Mean absolute error"}
     if answers.classes:
         score = {"score_key": "val_score", "score_name": "Mean score"}
-    number_values = values[:, [part.start for part in answers.parts]]
+    targets = []
+    for target, (name, classes) in enumerate(zip(answers.names, answers.choices, strict=True)):
+        places = (~true[:, target].isnan()).nonzero().flatten()
+        found, wanted = values[places, answers.parts[target]], true[places, target]
+        shown = [paths[place] for place in places.tolist()]
+        findings = choice_findings if classes else number_findings
+        row = findings(facts, answers, target, found, wanted, shown)
+        scored = scores.get("questions", {name: scores})[name]
+        targets.append({"name": name, "scores": scored, **row})
     write_run_report(
         facts,
         "number_report.html.j2",
         charts=learning_charts(facts, **score, unit="%" if answers.classes else ""),
         scores=scores,
         coverage=COVERAGE,
-        targets=[
-            {
-                "name": name,
-                "scores": scores.get("questions", {name: scores})[name],
-                **(
-                    choice_findings(facts, answers, target, values, true, paths)
-                    if classes
-                    else target_findings(facts, answers, target, number_values, true, paths)
-                ),
-            }
-            for target, (name, classes) in enumerate(
-                zip(answers.names, answers.choices, strict=True)
-            )
-        ],
+        targets=targets,
         **score,
     )
 
@@ -68,25 +63,23 @@ def choice_findings(
     facts: RunFacts,
     answers: NumberAnswers,
     target: int,
-    values: Tensor,
+    probabilities: Tensor,
     true: Tensor,
     paths: Sequence[str],
 ) -> dict[str, Any]:
     """Scores of the classes of a target, what is taken for what, and the surest mistakes."""
-    places, classes = (~true[:, target].isnan()).nonzero().flatten(), answers.choices[target]
-    if not len(places):
+    if not len(true):
         return {"classes": None, "drawn": 0, "errors": ()}
-    labels = true[places, target].long()
-    outcomes = Outcomes.of(values[places, answers.parts[target]], labels)
-    shown, most = [paths[place] for place in places.tolist()], MAX_ERRORS // len(answers.names)
+    classes, outcomes = answers.choices[target], Outcomes.of(probabilities, true.long())
+    most = max(MAX_ERRORS // len(answers.names), 3)
     return {
         "classes": class_table(summarize(outcomes, classes)["per_class"], "f1"),
         "confusion": confusion_findings(outcomes, classes),
-        "errors": find_mistakes(outcomes, shown, facts, classes, max(most, 3)),
+        "errors": find_mistakes(outcomes, paths, facts, classes, most),
     }
 
 
-def target_findings(
+def number_findings(
     facts: RunFacts,
     answers: NumberAnswers,
     target: int,
@@ -96,8 +89,7 @@ def target_findings(
 ) -> dict[str, Any]:
     """The chart of a target, and the images with the largest errors, of logarithms where these are
     learned: of a true number without one, which is not drawn, it is infinite."""
-    places = (~true[:, target].isnan()).nonzero().flatten()
-    pairs = torch.stack([true[places, target], values[places, target]])
+    pairs = torch.stack([true, values[:, 0]])
     log, widths = answers.log[target], answers.half_widths.get(COVERAGE)
     true_scaled, scaled = pairs.log() if log else pairs
     errors = (scaled - true_scaled).abs().nan_to_num(torch.inf, torch.inf)
@@ -106,8 +98,7 @@ def target_findings(
     chart = scatter_chart(
         *points.tolist(), half_width=None if widths is None else widths[target], log=log
     )
-    order = places[errors.argsort(descending=True, stable=True)].tolist()
-    images = facts.thumbnails(order, paths)
+    images = facts.thumbnails(errors.argsort(descending=True, stable=True).tolist(), paths)
     return {
         "classes": None,
         "unit": answers.units[target],
@@ -115,7 +106,7 @@ def target_findings(
         "chart": chart,
         "drawn": points.shape[1],
         "errors": [
-            (image, paths[index], float(true[index, target]), float(values[index, target]))
+            (image, paths[index], float(true[index]), float(values[index, 0]))
             for index, image in islice(images, max(MAX_ERRORS // len(answers.names), 3))
         ],
     }

@@ -8,7 +8,7 @@ file         the exported file, without torch
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,8 +115,7 @@ def by_reference_code(run: LoadedRun, images: Sequence[str]) -> Outputs:
         if not np.isfinite(probabilities).all():
             outputs.append("the network overflowed in float32")
         elif caption is None:
-            one = ModelOutputs(probabilities, thresholds=run.thresholds)
-            outputs.append(one if run.answers is None else comparable(one, run.answers))
+            outputs.append(comparable(probabilities, run.answers, run.thresholds))
         else:
             outputs.append(ModelOutputs(probabilities, caption.text, math.exp(caption.score)))
     return outputs
@@ -146,9 +145,7 @@ def _all_outputs(
     """Outputs with the scores of all `classes`; numbers are standardised, as scores are alike."""
     if (answers := predictor.answers) is not None:
         return [
-            str(one.error)
-            if one.probabilities is None
-            else comparable(ModelOutputs(one.probabilities), answers)
+            str(one.error) if one.probabilities is None else comparable(one.probabilities, answers)
             for batch in predictor.batches(images)
             for one in batch
         ]
@@ -156,10 +153,12 @@ def _all_outputs(
     return [_outputs_of(one, classes, thresholds) for one in found]
 
 
-def comparable(outputs: ModelOutputs, answers: NumberAnswers) -> ModelOutputs:
-    """The same of numbers in units, which then differ as probabilities do."""
-    values = answers.comparable(outputs.probabilities)
-    return replace(outputs, probabilities=values, answers=answers)
+def comparable(
+    values: Array, answers: NumberAnswers | None, thresholds: tuple[float, ...] | None = None
+) -> ModelOutputs:
+    """Outputs whose numbers are standardised, so that they differ as probabilities do."""
+    values = values if answers is None else answers.comparable(values)
+    return ModelOutputs(values, thresholds=thresholds, answers=answers)
 
 
 def _outputs_of(

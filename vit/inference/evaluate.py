@@ -253,12 +253,11 @@ class EvaluationRows:
                 self.truth.append("label_score")
         answers = predictor.answers
         if answers is not None:
+            check_classes((), answers.kind, top_k=config.top_k, all_scores=config.all_scores)
             self.truth = [f"{TRUE}{name}" for name in answers.names]
         if any(sample.captions for sample in samples):
             self.truth.append("references")
         classes = predictor.classes
-        if answers is not None:
-            check_classes((), answers.kind, top_k=config.top_k, all_scores=config.all_scores)
         columns = [f"{CLASS_SCORE}{name}" for name in classes] if config.all_scores else []
         self.scored = {name: index for index, name in enumerate(columns)}
         self.truth += self.scored

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ class TorchEngine:
         self.keep_aspect = config.keep_aspect and not self.preprocessing.native
         self.answers = loaded.answers
         if self.answers is not None and self.keep_aspect:  # intervals are those of square crops
-            self.answers = self.answers.with_intervals({})
+            self.answers = replace(self.answers, half_widths={})
         self.native, self.tta = config.keep_aspect or self.preprocessing.native, config.tta
         if self.native:
             patch_size = loaded.model.patch_embed.patch_size

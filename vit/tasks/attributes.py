@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
-from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.evaluation.number_metrics import summarize_targets
 from vit.precision import at_least_float32
-from vit.tasks.regression import DELTA, Regression, Units, scale_of
-from vit.tasks.task import Event, TrainingRun, forward
+from vit.tasks.regression import DELTA, NumberTally, Regression, scale_of
+from vit.tasks.task import Event, TrainingRun
 from vit.text import printable
 
 VAL_TOP1, VAL_R2 = "val_top1_", "val_r2_"
@@ -45,11 +43,10 @@ class Attributes(Regression):
         return scale_of(splits).outputs
 
     def losses(self, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Loss of each image, (images,), of values in units (images, targets)."""
+        return super().losses(at_least_float32(outputs), labels, smoothing)
+
+    def target_losses(self, outputs: Tensor, wanted: Tensor, smoothing: float) -> Tensor:
         assert self.answers is not None
-        outputs = at_least_float32(outputs)
-        wanted = self.standardised(labels).to(outputs, non_blocking=True)
-        there, wanted = ~wanted.isnan(), wanted.nan_to_num()
         parts = zip(self.answers.parts, self.answers.choices, wanted.unbind(1), strict=True)
         losses = [
             F.cross_entropy(
@@ -59,7 +56,7 @@ class Attributes(Regression):
             else F.smooth_l1_loss(outputs[:, part.start], true, reduction="none", beta=DELTA)
             for part, classes, true in parts
         ]
-        return (torch.stack(losses, dim=1) * there).mean(1)
+        return torch.stack(losses, dim=1)
 
     def tally(self, samples: Sequence[Sample]) -> "AttributeTally":
         return AttributeTally(self)
@@ -75,31 +72,19 @@ class Attributes(Regression):
             ]
         return "  ".join(lines)
 
-    def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
-        """The same as `val_score`."""
-        assert self.answers is not None
-        wanted = torch.tensor([one.numbers for one in samples], dtype=torch.float64)
-        values = torch.as_tensor(outputs).double()
-        score: float | None = summarize_targets(self.answers, values, wanted, brief=True)["score"]
-        return score
 
-
-class AttributeTally:
+class AttributeTally(NumberTally):
     """Loss, and the score of each target."""
 
-    def __init__(self, task: Attributes) -> None:
-        assert task.answers is not None
-        self.task, self.answers = task, task.answers
-        self.units = Units(self.answers)
-        self.middle = Units(self.answers)(torch.zeros(1, len(self.answers.outputs))).double()[0]
-        self.sums = torch.zeros(2 + 4 * len(self.answers.names), dtype=torch.float64)
+    width = 4
 
-    def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
-        outputs = forward(run, images, batch.sizes).to(run.dtype).cpu()
-        loss = self.task.losses(outputs, batch.labels).double().sum()[None]
-        values, labels = self.units(outputs.double()), batch.labels.double()
-        rows = [self.moments(n, values, one) for n, one in enumerate(labels.unbind(1))]
-        self.sums += torch.cat([loss, *rows, torch.tensor([len(outputs)]).double()])
+    def __init__(self, task: Attributes) -> None:
+        super().__init__(task)
+        self.middle = self.units(torch.zeros(1, len(self.answers.outputs))).double()[0]
+
+    def target_sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        values = self.units(outputs)
+        return torch.cat([self.moments(n, values, one) for n, one in enumerate(labels.unbind(1))])
 
     def moments(self, target: int, values: Tensor, labels: Tensor) -> Tensor:
         """Of images that have an answer: their number, right ones or squared errors, and of numbers

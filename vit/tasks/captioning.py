@@ -65,7 +65,6 @@ class Captioning(Task):
     """Captioning, optionally with classification."""
 
     metric = "val_cider"
-    planned = True
     writes_captions = True
     activation_name = "softmax"
     trained_head = "the decoder"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ class Classification(Task):
     """Single-label classification."""
 
     metric = "val_top1"
-    planned = True
     activation_name = "softmax"
     measures_distance = True
 
@@ -116,8 +115,8 @@ class Classification(Task):
         return float((outputs.argmax(1) == labels).mean())
 
     def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """None: it is the task of a network without other fields."""
-        return {}
+        """The task, but for that of a network without other fields."""
+        return {} if config.training.task == "classify" else super().stored_fields(config, outputs)
 
     def finish(self, run: FinishedRun) -> None:
         """Calibrate the scores on the validation images."""
@@ -190,14 +189,10 @@ class Classification(Task):
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         config = run.config
         labels = batch.labels.to(images.device, non_blocking=True)
-        targets = self.targets(labels, config.model.num_classes).to(images.dtype)
+        targets = F.one_hot(labels, config.model.num_classes).to(images.dtype)
         loss = smoothed_cross_entropy if self.balance is None else self.balance.loss
         label_loss = partial(loss, smoothing=config.training.smoothing)
         return classifier_loss(run, batch, images, targets, epoch, label_loss, self.distillation)
-
-    def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Shares of the classes that are learned of images with these labels, (images, classes)."""
-        return F.one_hot(labels, classes)
 
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
@@ -270,9 +265,12 @@ class ClassEvaluation(Evaluation):
 class ClassTally:
     """Loss, accuracy and balanced accuracy."""
 
+    extra: ClassVar[int] = 0
+    """Sums of a subclass, before these."""
+
     def __init__(self, classes: int) -> None:
         self.classes = classes
-        self.sums = torch.zeros(3 + 2 * classes, dtype=torch.float64)
+        self.sums = torch.zeros(self.extra + 3 + 2 * classes, dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         logits = forward(run, images, batch.sizes)

@@ -58,7 +58,6 @@ class MultiLabel(Task):
     """Multi-label classification, with MixUp and CutMix."""
 
     metric = "val_map"
-    planned = True
     activation_name = "sigmoid"
 
     def __init__(self, distillation: Distillation | None = None) -> None:

@@ -1,22 +1,17 @@
 """Grades: classes in an order, such as poor, fair and good.
 
-    loss       - sum_k q_k log softmax(logits)_k,   q = softmax(- (k - grade)²)
-    val_kappa  quadratic weighted kappa of the most probable grades
-
-benchmarks/results has this loss beside plain cross-entropy and CORN.
-
-Source: Díaz and Marathe, "Soft Labels for Ordinal Regression", section 3.1, CVPR 2019.
+loss       cross-entropy as of classes; docs/lab-notebook.md has losses of the order beside it
+val_kappa  quadratic weighted kappa of the most probable grades
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.config import Config
-from vit.config.presets import task_defaults
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError, DataError
@@ -27,18 +22,14 @@ from vit.evaluation.classification_metrics import (
     quadratic_weighted_kappa,
 )
 from vit.tasks.classification import ClassEvaluation, Classification, ClassTally, count_classes
-from vit.tasks.task import Event, Task, TrainingRun, one_class_needed
+from vit.tasks.task import Event, Task, TrainingRun
 from vit.text import Notify
-
-MOMENTS = 5
-"""Numbers of an image of `grade_moments`."""
 
 
 class Ordinal(Classification):
     """Single-label classification whose classes have an order."""
 
     metric = "val_kappa"
-    planned_settings: ClassVar[Mapping[str, Any]] = task_defaults("ordinal")
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
         """Images with classes in the order of the setting `order`."""
@@ -48,18 +39,12 @@ class Ordinal(Classification):
 
     def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
         """Refuse several grades an image, and validation images that all have one grade."""
-        if splits.multilabel:
-            raise one_class_needed(config, "give each one grade")
+        Task.check_data(self, config, splits, notify)
         if len({sample.label for sample in splits.val}) < 2:
             raise DataError(
                 "the validation images all have one grade, which ranks nothing; add some"
             )
         return config, splits
-
-    def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Shares of the grades, which fall with the square of their distance."""
-        grades = torch.arange(classes, device=labels.device)
-        return (labels.unsqueeze(1) - grades).square().neg().float().softmax(dim=1)
 
     def format_scores(self, event: Event) -> str:
         """Kappa and accuracy."""
@@ -75,10 +60,6 @@ class Ordinal(Classification):
         labels = torch.tensor([sample.label for sample in samples])
         moments = grade_moments(labels, torch.from_numpy(outputs.argmax(1)))
         return float(quadratic_weighted_kappa(moments.mean(dim=0)))
-
-    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """The task."""
-        return {"task": config.training.task}
 
     def tally(self, samples: Sequence[Sample]) -> "GradeTally":
         return GradeTally(count_classes(samples))
@@ -99,9 +80,7 @@ class GradeEvaluation(ClassEvaluation):
 class GradeTally(ClassTally):
     """The scores of classes, and kappa."""
 
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.sums = torch.cat([self.sums.new_zeros(MOMENTS), self.sums])
+    extra = 5
 
     def row(self, logits: Tensor, labels: Tensor) -> Tensor:
         moments = grade_moments(labels, logits.argmax(dim=1)).sum(dim=0)
@@ -109,7 +88,7 @@ class GradeTally(ClassTally):
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Those of classes, and kappa, which ranks epochs."""
-        means = torch.tensor(totals[:MOMENTS], dtype=torch.float64) / totals[-1]
+        means = torch.tensor(totals[: self.extra], dtype=torch.float64) / totals[-1]
         kappa = float(quadratic_weighted_kappa(means))
-        scores = super().scores(run, totals[MOMENTS:])
+        scores = super().scores(run, totals[self.extra :])
         return {**scores, "val_kappa": kappa, "chosen_by": Ordinal.metric}

@@ -66,7 +66,6 @@ class Pretraining(Task):
 
     metric = "val_loss"
     higher_is_better = False
-    planned = True
     trained_head = "the encoder"
     title: ClassVar[str]
     """The name of the method."""

@@ -23,11 +23,11 @@ from vit.config.presets import task_defaults
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
+from vit.data.sources.number_columns import constant_target
 from vit.errors import ConfigError, DataError
-from vit.evaluation.intervals import number_groups
 from vit.evaluation.number_metrics import (
     conformal_half_widths,
-    summarize_numbers,
+    mean_score,
     summarize_targets,
 )
 from vit.evaluation.temperature_scaling import MIN_IMAGES, Scaling, fit_temperature, scale_logits
@@ -53,7 +53,6 @@ class Regression(Task):
     metric = "val_mae"
     higher_is_better = False
     share = "r2"
-    planned = True
     planned_settings: ClassVar[Mapping[str, Any]] = {
         **task_defaults("regression"),
         "auto_augment": "none",
@@ -99,7 +98,7 @@ class Regression(Task):
             if classes:
                 lines.append(f"{printable(name)}: {len(classes)} classes, {join_names(classes)}")
                 continue
-            low, high = (f"{one:.5g}" for one in known(values).aminmax())
+            low, high = (f"{one:.5g}" for one in values[~values.isnan()].aminmax())
             learned = ", learned as its logarithm" if log else ""
             lines.append(f"{printable(name)}: {low} to {high} {printable(unit)}".rstrip() + learned)
         return lines
@@ -112,9 +111,12 @@ class Regression(Task):
     def losses(self, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
         """Loss of each image, (images,), of values in units (images, targets)."""
         wanted = self.standardised(labels).to(outputs, non_blocking=True)
-        there = ~wanted.isnan()
-        losses = F.huber_loss(outputs, wanted.nan_to_num(), reduction="none", delta=DELTA)
-        return (losses * there).mean(1)
+        losses = self.target_losses(outputs, wanted.nan_to_num(), smoothing)
+        return (losses * ~wanted.isnan()).mean(1)
+
+    def target_losses(self, outputs: Tensor, wanted: Tensor, smoothing: float) -> Tensor:
+        """Loss of each target, (images, targets), of what the network should compute of it."""
+        return F.huber_loss(outputs, wanted, reduction="none", delta=DELTA)
 
     def standardised(self, labels: Tensor) -> Tensor:
         """Values in units (images, targets) -> what the network computes of them, on the CPU."""
@@ -152,8 +154,8 @@ class Regression(Task):
         """The columns that the network was trained on."""
         if spec.label_column == ",".join(spec.target):  # of classes, in a training's settings
             spec = replace(spec, label_column=None)
-        if (answers := self.answers) is None:
-            return replace(spec, target=tuple(outputs), labels=False)
+        answers = self.answers
+        assert answers is not None
         pairs = zip(answers.names, answers.choices, strict=True)
         return replace(
             spec,
@@ -174,15 +176,12 @@ class Regression(Task):
         return NumberEvaluation(samples, model.answers)
 
     def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
-        """R2, at least 0; of several targets their mean."""
+        """The `mean_score` of the targets."""
+        assert self.answers is not None
         wanted = torch.tensor([one.numbers for one in samples], dtype=torch.float64)
-        found = []
-        for values, numbers in zip(torch.as_tensor(outputs).double().T, wanted.T, strict=True):
-            there = ~numbers.isnan()
-            if there.any():
-                r2 = summarize_numbers(values[there], numbers[there], brief=True)["r2"]
-                found += [] if r2 is None else [max(r2, 0.0)]
-        return sum(found) / len(found) if found else None
+        values = torch.as_tensor(outputs).double()
+        scores = summarize_targets(self.answers, values, wanted, brief=True)
+        return mean_score(scores.get("questions", {"": scores}))
 
     def decisions(self, outputs: Any, thresholds: Sequence[float] | None) -> None:
         """None: numbers differ in size."""
@@ -276,10 +275,7 @@ class NumberEvaluation(Evaluation):
 
     def measured_groups(self) -> Tensor | None:
         """The group of each image that was read, (images,); None of independent images."""
-        if self.groups is None:
-            return None
-        pairs = zip(self.groups, self.values, strict=True)
-        return number_groups([name for name, value in pairs if value is not None])
+        return self.groups_at(n for n, value in enumerate(self.values) if value is not None)
 
     def scores(self) -> dict[str, Any]:
         """Errors, and how often an interval holds the value; of several targets `questions`."""
@@ -300,27 +296,29 @@ class NumberEvaluation(Evaluation):
 class NumberTally:
     """Loss and mean absolute error."""
 
+    width: ClassVar[int] = 2
+    """Sums of a target."""
+
     def __init__(self, task: Regression) -> None:
         assert task.answers is not None
         self.task, self.answers = task, task.answers
         self.units = Units(self.answers)
-        self.sums = torch.zeros(2 + 2 * len(self.answers.names), dtype=torch.float64)
+        self.sums = torch.zeros(2 + self.width * len(self.answers.names), dtype=torch.float64)
 
     def add(self, run: TrainingRun, batch: Batch, images: Tensor) -> None:
         outputs = forward(run, images, batch.sizes).to(run.dtype).cpu()
-        apart = self.apart(outputs.double(), batch.labels.double())
-        there = ~apart.isnan()
         loss = self.task.losses(outputs, batch.labels).double().sum()[None]
-        count = torch.tensor([len(outputs)]).double()
-        self.sums += torch.cat([loss, apart.nan_to_num().sum(0), there.sum(0).double(), count])
+        sums = self.target_sums(outputs.double(), batch.labels.double())
+        self.sums += torch.cat([loss, sums, torch.tensor([len(outputs)]).double()])
 
-    def apart(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Absolute errors, (images, targets), of several targets as they are standardised."""
+    def target_sums(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Absolute errors, of several targets as they are standardised, and numbers of images."""
         if len(self.answers.names) == 1:
             outputs, wanted = self.units(outputs), labels
         else:
             wanted = self.task.standardised(labels)
-        return (outputs - wanted).abs()
+        apart = (outputs - wanted).abs()
+        return torch.cat([apart.nansum(0), (~apart.isnan()).sum(0).double()])
 
     def scores(self, run: TrainingRun, totals: Sequence[float]) -> dict[str, Any]:
         """Mean loss and mean absolute error."""
@@ -343,11 +341,8 @@ def scale_of(splits: Splits) -> NumberAnswers:
         strict=True,
     ):
         values = values[~np.isnan(values)]
-        if not len(values) or values.min() == values.max():
-            what = "is empty in all"
-            if len(values):
-                what = f"is {texts[int(values[0])] if texts else format(values[0], 'g')} in all"
-            raise DataError(f"target {printable(name)}: {what} training images; nothing to learn")
+        if problem := constant_target(printable(name), values, texts):
+            raise DataError(problem)
         if texts:
             scales.append((0.0, 1.0, False))
             continue
@@ -392,11 +387,6 @@ def skewness(values: Any) -> float:
     """Third standardised moment."""
     apart = values - values.mean()
     return float((apart**3).mean() / (apart**2).mean() ** 1.5)
-
-
-def known(values: Tensor) -> Tensor:
-    """Those that are numbers."""
-    return values[~values.isnan()]
 
 
 def present(values: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor | None]:

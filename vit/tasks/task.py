@@ -13,7 +13,7 @@ A task is one subclass of Task, and one line in `TASKS` of vit/config/training_c
 import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -117,10 +117,15 @@ class Evaluation(ABC):
 
     def measured_groups(self) -> Tensor | None:
         """The group of each image in the metrics, (images,); None of independent images."""
-        if self.groups is None or self.right is None:
+        if self.right is None:
             return None
-        answered = zip(self.groups, self.right, strict=True)
-        return number_groups([name for name, right in answered if right is not None])
+        return self.groups_at(n for n, right in enumerate(self.right) if right is not None)
+
+    def groups_at(self, places: Iterable[int]) -> Tensor | None:
+        """The group of each image at one of these places in `samples`, (images,), or None."""
+        if self.groups is None:
+            return None
+        return number_groups([self.groups[place] for place in places])
 
 
 class Tally(Protocol):
@@ -149,8 +154,6 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = True
     share: ClassVar[str] = ""
     """The metric that `score` is, where `metric` is no share."""
-    planned: ClassVar[bool] = False
-    """Whether `vit plan` has rules for its network and settings."""
     planned_settings: ClassVar[Mapping[str, Any]] = {}
     """Settings that the plan takes as given, unless the user chose them."""
     planned_batch: ClassVar[int | None] = None

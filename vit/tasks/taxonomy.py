@@ -21,18 +21,17 @@ from vit.config import Config
 from vit.data.dataset_types import NO_LABEL, Sample, Splits
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.errors import ConfigError
-from vit.evaluation.intervals import number_groups
 from vit.evaluation.taxonomy_metrics import NodeOutcomes
 from vit.evaluation.temperature_scaling import scale_logits
 from vit.output.prediction_results import ImageOutput
 from vit.score_calibration import node_threshold
 from vit.tasks.classification import ClassEvaluation, Classification, ClassTally
 from vit.tasks.finished_run import FinishedRun
-from vit.tasks.task import Event, TrainingRun, one_class_needed
+from vit.tasks.task import Event, Task, TrainingRun
 from vit.text import Notify
 
 
-class TaxonomyTask(Classification):
+class Taxonomy(Classification):
     """Single-label classification whose classes are the nodes of a tree."""
 
     tree: ClassTree | None = None
@@ -43,8 +42,7 @@ class TaxonomyTask(Classification):
 
     def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
         """Refuse several classes an image, and classes without a tree."""
-        if splits.multilabel:
-            raise one_class_needed(config, "give each one class")
+        Task.check_data(self, config, splits, notify)
         if all(depth(name) == 1 for name in splits.classes):
             raise ConfigError(
                 "task=taxonomy: no class is under another, such as Animalia/Felidae; give nested "
@@ -52,10 +50,10 @@ class TaxonomyTask(Classification):
             )
         return config, splits
 
-    def with_data(self, config: Config, splits: Splits | None) -> "TaxonomyTask":
+    def with_data(self, config: Config, splits: Splits | None) -> "Taxonomy":
         """The task with the tree."""
         task = super().with_data(config, splits)
-        assert isinstance(task, TaxonomyTask)
+        assert isinstance(task, Taxonomy)
         task.tree = None if splits is None else ClassTree(splits.classes)
         return task
 
@@ -101,10 +99,6 @@ class TaxonomyTask(Classification):
         nodes.add(logits.softmax(dim=1), [classes[label] for label in found.labels.tolist()])
         return nodes.node_rows()
 
-    def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """The task."""
-        return {"task": config.training.task}
-
     def tally(self, samples: Sequence[Sample]) -> "NodeTally":
         assert self.tree is not None
         return NodeTally(self.tree)
@@ -136,21 +130,20 @@ class NodeEvaluation(ClassEvaluation):
         scores = super().scores()
         if self.brief or not self.placed:
             return scores
-        groups = None
-        if self.groups is not None:
-            groups = number_groups([self.groups[place] for place in self.placed])
-        return {**(scores or {"count": 0, "top1": None}), **self.nodes.scores(groups)}
+        found = self.nodes.scores(self.groups_at(self.placed))
+        return {**(scores or {"count": 0, "top1": None}), **found}
 
 
 class NodeTally(ClassTally):
     """The scores of classes, the accuracy of the first level, and distances in the tree."""
+
+    extra = 2
 
     def __init__(self, tree: ClassTree) -> None:
         super().__init__(len(tree.classes))
         self.tree = tree
         tops = [tree.nodes[place] for place in tree.level(1)]
         self.top = torch.tensor([tops.index(ancestors(name)[0]) for name in tree.classes])
-        self.sums = torch.cat([self.sums.new_zeros(2), self.sums])
 
     def row(self, logits: Tensor, labels: Tensor) -> Tensor:
         names, answers = self.tree.classes, logits.argmax(dim=1)

@@ -133,13 +133,8 @@ TARGET_TASKS = {
 def is_planned(chosen: Mapping[str, Any]) -> bool:
     """Whether these settings leave a plan to make: no model, weights or method."""
     names = ("model", "weights", "method", "probe_first", "lora_rank")
-    return not any(chosen.get(name) is not None for name in names) and has_plan(chosen)
-
-
-def has_plan(chosen: Mapping[str, Any]) -> bool:
-    """Whether there are rules for the task that is chosen."""
-    task = chosen.get("task", "classify")
-    return task in TASKS and get_task(task).planned
+    decided = any(chosen.get(name) is not None for name in names)
+    return not decided and chosen.get("task", TrainingConfig.task) in TASKS
 
 
 def chooses_weights(chosen: Mapping[str, Any]) -> bool:
@@ -230,35 +225,34 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
 
 def with_target_task(chosen: Settings) -> Settings:
     """`chosen` with the task that the columns `target` or an order ask for, unless it is chosen."""
-    target = chosen.get("target")
-    if chosen.get("taxonomy") and "task" not in chosen:
-        notify_on_main("note: the classes have a tree: task=taxonomy")
-        return Settings(**{"task": {"task": "taxonomy"}, **chosen.layers})
-    if chosen.get("order") and "task" not in chosen:
-        notify_on_main("note: the classes have an order: task=ordinal")
-        return Settings(**{"task": {"task": "ordinal"}, **chosen.layers})
-    if not target or "task" in chosen:
+    target, more = chosen.get("target"), ""
+    if "task" in chosen:
         return chosen
-    data = {name: value for name, value in chosen.items() if name in vars(SourceConfig())}
-    spec = DatasetSpec.from_config(DataConfig(**data), labels=False)
-    texts = text_targets(spec)
-    if texts and len(target) > 1:
-        task, columns = "attributes", join_names(texts)
-        others = join_names(name for name in target if name not in texts)
-        found = f"classes in {columns}" + (f", numbers in {others}" if others else "")
-        notify_on_main(f"note: {found}: task={task}")
+    if chosen.get("taxonomy"):
+        task, found = "taxonomy", "the classes have a tree"
+    elif chosen.get("order"):
+        task, found = "ordinal", "the classes have an order"
+    elif target:
+        data = {name: value for name, value in chosen.items() if name in vars(SourceConfig())}
+        texts = text_targets(DatasetSpec.from_config(DataConfig(**data), labels=False))
+        if texts and len(target) > 1:
+            task, columns = "attributes", join_names(texts)
+            others = join_names(name for name in target if name not in texts)
+            found = f"classes in {columns}" + (f", numbers in {others}" if others else "")
+        else:
+            kind = ("paths" if all(texts.values()) else "classes") if texts else "numbers"
+            task, other = TARGET_TASKS[kind]
+            found, more = f"{join_names(target)} has {kind}", f"; --task {other} overrides it"
     else:
-        kind = ("paths" if all(texts.values()) else "classes") if texts else "numbers"
-        task, other = TARGET_TASKS[kind]
-        found = f"{join_names(target)} has {kind}"
-        notify_on_main(f"note: {found}: task={task}; --task {other} overrides it")
+        return chosen
+    notify_on_main(f"note: {found}: task={task}{more}")
     return Settings(**{"task": {"task": task}, **chosen.layers})
 
 
 def check_chosen_weights(values: Mapping[str, Any]) -> None:
     """Refuse settings that leave `--weights auto` nothing to choose."""
     task = values.get("task", "classify")
-    if "model" in values or not has_plan(values) or get_task(task).writes_captions:
+    if "model" in values or task not in TASKS or get_task(task).writes_captions:
         raise ConfigError(
             "weights=auto chooses the network of a classifier: leave --model and other tasks out, "
             "or give the weights by name, such as timm/vit_small_patch16_224.augreg_in21k"

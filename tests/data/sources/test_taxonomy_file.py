@@ -11,7 +11,7 @@ from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
 from vit.data.sources.open_dataset import open_eval_split, open_splits
 from vit.data.sources.taxonomy_file import read_taxonomy
 from vit.errors import ConfigError, DataError
-from vit.tasks.taxonomy import TaxonomyTask
+from vit.tasks.taxonomy import Taxonomy
 from vit.training.plan import with_target_task
 
 PATHS = {
@@ -52,7 +52,7 @@ def tree(tmp_path):
 
 def classes_of(data, **settings):
     config = make_config({"data": str(data), "task": "taxonomy", **settings})
-    return open_splits(TaxonomyTask().dataset_spec(config), val_share=0.5, seed=0).classes
+    return open_splits(Taxonomy().dataset_spec(config), val_share=0.5, seed=0).classes
 
 
 def test_a_table_and_a_folder_give_the_same_paths(tree, tmp_path):

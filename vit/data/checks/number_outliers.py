@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vit.data.checks.check_listing import DatasetListing
 from vit.data.checks.image_stats import ImageStats
 from vit.data.sources.dataset_problem import Problem, shared_property
+from vit.data.sources.number_columns import constant_target
 from vit.text import printable
 
 RANGES = 5.0
@@ -57,11 +58,7 @@ def number_problems(listing: DatasetListing, stats: Mapping[str, ImageStats]) ->
         missing, learned = np.isnan(values), values[trained & ~np.isnan(values)]
         empty = [paths[place] for place in missing.nonzero()[0]]
         problems += shared_property("no_number", empty, len(paths), f"have an empty cell in {name}")
-        if len({*learned}) < 2:
-            what = (
-                f"is {text_of(learned[0], classes)} in all" if len(learned) else "is empty in all"
-            )
-            text = f"target {name}: {what} training images; nothing to learn"
+        if text := constant_target(name, learned, classes):
             problems.append(Problem("one_number", text))
         elif not classes and (away := far(values)).any():
             low, high = np.quantile(values[~missing], [0.25, 0.75])

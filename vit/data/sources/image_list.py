@@ -21,7 +21,7 @@ The data flow, the same for all:
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -545,29 +545,25 @@ def text_columns(spec: DatasetSpec) -> dict[str, bool]:
     targets = spec.numbers
     numbers, errors = [0] * len(targets), [list[DataError]() for _ in targets]
     paths = [True] * len(targets)
-    for row, cells, path in target_cells(spec):
-        for place, (name, value) in enumerate(zip(targets, cells, strict=True)):
-            cell = split_cell(value, is_table=row.is_table)
-            numbers[place] += cell.number is not None
-            paths[place] &= not (cell.number or cell.error) or SEPARATOR in str(value)
-            if cell.number is None and cell.error:
-                errors[place].append(wrong(path, f"{name}: {cell.error}", row.line))
+    for path in find_lists(spec).files.values():
+        columns: tuple[str, ...] = ()
+        for row in read_rows(path, spec, []):
+            columns = columns or choose_columns(row.names, path, row.header, spec).numbers
+            for place, column in enumerate(columns):
+                value = row.values.get(column)
+                cell = split_cell(value, is_table=row.is_table)
+                numbers[place] += cell.number is not None
+                paths[place] &= not (cell.number or cell.error) or SEPARATOR in str(value)
+                if cell.number is None and cell.error:
+                    text = f"{targets[place]}: {cell.error}"
+                    errors[place].append(wrong(path, text, row.line))
     for name, count, found in zip(targets, numbers, errors, strict=True):
         if not count and not found:
             raise DataError(f"target={name}: all cells of {spec.data} are empty; fill them in")
         if found and count > MOST_NUMBERS * (count + len(found)):
             raise found[0]
-    columns = zip(targets, paths, errors, strict=True)
-    return {name: are_paths for name, are_paths, texts in columns if texts}
-
-
-def target_cells(spec: DatasetSpec) -> Iterator[tuple[Row, list[Any], str]]:
-    """The rows of all lists, with their cells of the columns `spec.numbers`, and their list."""
-    for path in find_lists(spec).files.values():
-        columns: tuple[str, ...] = ()
-        for row in read_rows(path, spec, []):
-            columns = columns or choose_columns(row.names, path, row.header, spec).numbers
-            yield row, [row.values.get(name) for name in columns], path
+    found_in = zip(targets, paths, errors, strict=True)
+    return {name: are_paths for name, are_paths, texts in found_in if texts}
 
 
 def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[PlacedList]:

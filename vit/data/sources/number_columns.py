@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from vit.data.sources.table_reader import json_kind
 from vit.text import without_formula_guards
 
@@ -60,6 +62,18 @@ def split_cell(value: Any, *, is_table: bool) -> NumberCell:
     if text.lower() in NO_VALUE:
         return NumberCell(math.nan, error=f"{text}; leave the cell empty where it is not known")
     return NumberCell(None, error=f"{text[:40]!r} is no number; write digits such as 1234.5")
+
+
+def constant_target(
+    name: str, values: Sequence[float] | NDArray[Any], classes: Sequence[str]
+) -> str | None:
+    """What is wrong with a target whose training images all have one number, or class, or none."""
+    if len({*values}) > 1:
+        return None
+    only = "empty"
+    if len(values):
+        only = classes[int(values[0])] if classes else f"{values[0]:g}"
+    return f"target {name}: is {only} in all training images; nothing to learn"
 
 
 def read_numbers(values: Sequence[Any], lines: Sequence[int], *, is_table: bool) -> NumberColumn:

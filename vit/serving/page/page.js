@@ -246,35 +246,34 @@ function scoreText(one, score) {
 
 function numberText(value) { return String(Number(value.toPrecision(5))); }
 
-// A number, and its interval as a bar over the range of most training images.
-function numberBar(row, { name, unit, range: [from, to] }) {
+// A name and what is said of it, before a part of the bar that is filled.
+function barOf(label, score, filled) {
   const bar = make("li");
-  const low = row[`${name}_low`];
-  const high = row[`${name}_high`];
-  let text = `${numberText(row[name])} ${unit}`.trim();
-  if (low !== undefined) {
-    const percent = (value) => 100 * Math.min(Math.max((value - from) / (to - from), 0), 1);
+  if (filled) {
     const fill = make("span", "fill");
-    fill.style.left = `${percent(low)}%`;
-    fill.style.right = `${100 - percent(high)}%`;
+    Object.assign(fill.style, filled);
     fill.setAttribute("aria-hidden", "true");
     bar.append(fill);
-    text += ` (${numberText(low)} to ${numberText(high)})`;
   }
-  bar.append(make("span", "label", name), make("span", "score", text));
+  bar.append(make("span", "label", label), make("span", "score", score));
   return bar;
 }
 
-// The best class of a choice, its probability as a bar.
+// A number, and its interval over the range of most training images.
+function numberBar(row, { name, unit, range: [from, to] }) {
+  const low = row[`${name}_low`];
+  const high = row[`${name}_high`];
+  const text = `${numberText(row[name])} ${unit}`.trim();
+  if (low === undefined) return barOf(name, text);
+  const percent = (value) => 100 * Math.min(Math.max((value - from) / (to - from), 0), 1);
+  const interval = `${text} (${numberText(low)} to ${numberText(high)})`;
+  return barOf(name, interval, { left: `${percent(low)}%`, right: `${100 - percent(high)}%` });
+}
+
+// The best class of a choice, and its probability.
 function choiceBar(row, name) {
-  const bar = make("li");
   const score = row[`${name}_score`];
-  const fill = make("span", "fill");
-  fill.style.transform = `scaleX(${score})`;
-  fill.setAttribute("aria-hidden", "true");
-  const text = `${row[name]} (${(100 * score).toFixed(1)}%)`;
-  bar.append(fill, make("span", "label", name), make("span", "score", text));
-  return bar;
+  return barOf(name, `${row[name]} (${(100 * score).toFixed(1)}%)`, { transform: `scaleX(${score})` });
 }
 
 function showRow(card) {
@@ -294,14 +293,9 @@ function showRow(card) {
   }
   const predictions = row.predictions || [];
   const largest = card.model.probabilities ? 1 : Math.max(...predictions.map((p) => Math.abs(p.score)), 1e-9);
-  element.querySelector(".bars").replaceChildren(...predictions.map((prediction) => {
-    const bar = make("li");
-    const fill = make("span", "fill");
-    fill.style.transform = `scaleX(${Math.min(Math.max(prediction.score / largest, 0), 1)})`;
-    fill.setAttribute("aria-hidden", "true");
-    const score = make("span", "score", scoreText(card.model, prediction.score));
-    bar.append(fill, make("span", "label", prediction.label), score);
-    return bar;
+  element.querySelector(".bars").replaceChildren(...predictions.map(({ label, score }) => {
+    const share = Math.min(Math.max(score / largest, 0), 1);
+    return barOf(label, scoreText(card.model, score), { transform: `scaleX(${share})` });
   }), ...card.model.answers.map((one) => one.classes ? choiceBar(row, one.name) : numberBar(row, one)));
   let note = "";
   if (row.unknown) note = `unknown: ${row.reason}`;
