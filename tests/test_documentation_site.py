@@ -33,6 +33,11 @@ SEARCHED = {
     "improve": "fine-tuning.html",
     "phone": "export.html",
     "out of memory": "training.html",
+    "soft lookup": "tour.html",
+    "linear attention": "tour.html",
+    "convex hull": "tour.html",
+    "interleaved": "tour.html",
+    "translator": "tour.html",
 }
 FIRST = "li.md-search-result__item:nth-child(-n+3) a"
 

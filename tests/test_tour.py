@@ -14,6 +14,15 @@ from tools import tour_figures
 SNIPPETS = tour_figures.read_snippets()
 TRAINED = {snippet.section for snippet in SNIPPETS if snippet.tolerance is not None}
 SECTIONS = dict.fromkeys(snippet.section for snippet in SNIPPETS if snippet.section)
+SEARCHED = (
+    "soft lookup, query, key, value, general score, rank, convex hull, feed-forward, "
+    "bottleneck, alignment, s~ = tanh(w [s; c]), pos + k, e^{iθ}, halves, interleaved, "
+    "permutation, concatenated, shaw, scalar bias, t5, layernorm, gain, epsilon, recurrence, "
+    "six products, parameters, 213 m, 1.5 b, 175 b, share of attention, windowed, "
+    "linear attention, concat score, scaled dot, `<empty>`, padding, memory mask, "
+    "memory_key_padding_mask, bidirectional, text-to-text, translator, value width, "
+    "output projection, tied head"
+)
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]\d+)?")
 
 
@@ -74,6 +83,12 @@ def test_every_snippet_that_prints_has_its_output_on_the_page():
         assert ("print(" in snippet.code) == bool(snippet.output.strip()), snippet.code
 
 
+def test_the_page_has_the_words_that_a_reader_of_the_papers_searches_for():
+    text = " ".join(tour_figures.PAGE.read_text(encoding="utf-8").lower().split())
+    missing = [words for words in SEARCHED.split(", ") if words not in text]
+    assert not missing
+
+
 @pytest.mark.parametrize(
     ("section", "file"),
     [("What attention costs", "tour-cost.svg"), ("Pre-LN and Post-LN", "tour-gradients.svg")],
@@ -113,6 +128,12 @@ def test_the_whole_page_runs_from_top_to_bottom_with_its_trainings():
     assert min(accuracy, key=lambda position: accuracy[position][trained_at]) == "none"
     assert max(accuracy, key=lambda position: accuracy[position][sizes.index(32)]) == "learned"
     assert names["single"][6] > names["accuracy_without"](0, range(4))
+    with_attention, without = names["copied"]["attention"], names["copied"]["one vector"]
+    assert without == sorted(without, reverse=True)  # the longer, the worse
+    assert min(with_attention) > max(without[1:])
+    assert (names["alignment"].argmax(-1) == torch.arange(len(names["word"]))).all()
     shown = (tour_figures.ASSETS / "tour-positions.svg").read_text(encoding="utf-8")
     # 0.15 of 266 pixels, and labels that make room for each other
     assert_agrees(tour_figures.draw_positions(names), shown, tolerance=80.0)
+    shown = (tour_figures.ASSETS / "tour-alignment.svg").read_text(encoding="utf-8")
+    assert_agrees(tour_figures.draw_alignment(names), shown, tolerance=0.3)  # of an opacity

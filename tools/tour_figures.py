@@ -184,7 +184,33 @@ def draw_cost(names: Mapping[str, Any]) -> str:
     )
 
 
+def draw_alignment(names: Mapping[str, Any]) -> str:
+    """A square for each letter written (row) and read (column), as opaque as their weight."""
+    word, side, left, top = names["word"], 26, 130, 54
+    edge = side * len(word)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{top + edge + 12}" '
+        f'viewBox="0 0 640 {top + edge + 12}" role="img" font-family="system-ui, sans-serif" '
+        f'font-size="14" fill="{INK}">',
+        "<title>Attention weights of a copier: letters written, and letters read</title>",
+        f'<text x="{left}" y="18">read</text>',
+        f'<text x="24" y="{top + side / 2 + 5:.0f}">written</text>',
+        f'<path d="M{left} {top}h{edge}v{edge}h-{edge}z" fill="none" stroke="{GRID}"/>',
+    ]
+    for at, letter in enumerate(word):
+        middle = (at + 0.5) * side
+        for x, y in ((left + middle, top - 10), (left - 16, top + middle + 5)):
+            lines.append(f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="middle">{letter}</text>')
+        for other, weight in enumerate(names["alignment"][at].tolist()):
+            lines.append(
+                f'<rect x="{left + other * side}" y="{top + at * side}" width="{side}" '
+                f'height="{side}" fill="{COLOURS[0]}" fill-opacity="{weight:.2f}"/>'
+            )
+    return "\n".join([*lines, "</svg>", ""])
+
+
 FIGURES = {
+    "tour-alignment.svg": draw_alignment,
     "tour-positions.svg": draw_positions,
     "tour-gradients.svg": draw_gradients,
     "tour-cost.svg": draw_cost,

@@ -179,21 +179,30 @@ def attend(attention: CrossAttention, x: Tensor, memory: Tensor, **context) -> T
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("memory_dim", [DIM, 20])
-def test_cross_attention_equals_torch_in_values_and_gradients(memory_dim, cross_attention_like):
+def test_cross_attention_equals_torch_in_values_and_gradients(
+    memory_dim, padded, cross_attention_like
+):
     other = None if memory_dim == DIM else memory_dim
     theirs = nn.MultiheadAttention(DIM, HEADS, kdim=other, vdim=other, batch_first=True).eval()
     ours = cross_attention_like(theirs, memory_dim)
     x, memory = torch.randn(BATCH, TEXT, DIM), torch.randn(BATCH, MEMORY, memory_dim)
     x.requires_grad_()
     memory.requires_grad_()
-    expected, weights = theirs(x, memory, memory, average_attn_weights=False)
+    padding = torch.arange(MEMORY) >= torch.arange(1, BATCH + 1)[:, None] if padded else None
+    mask = {} if padding is None else {"memory_mask": ~padding[:, None, None]}
+    expected, weights = theirs(
+        x, memory, memory, key_padding_mask=padding, average_attn_weights=False
+    )
     recorder = AttentionRecorder()
-    torch.testing.assert_close(attend(ours, x, memory), expected, **EXACT)
-    torch.testing.assert_close(attend(ours, x, memory, attention_fn=recorder), expected, **EXACT)
+    found = attend(ours, x, memory, **mask)
+    torch.testing.assert_close(found, expected, **EXACT)
+    recorded = attend(ours, x, memory, attention_fn=recorder, **mask)
+    torch.testing.assert_close(recorded, expected, **EXACT)
     torch.testing.assert_close(recorder.maps, [weights], **EXACT)
     seed = torch.randn_like(expected)
-    gradients = torch.autograd.grad(attend(ours, x, memory), (x, memory), seed)
+    gradients = torch.autograd.grad(found, (x, memory), seed)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (x, memory), seed), **EXACT)
 
 

@@ -135,11 +135,12 @@ def test_layer_scale_scales_channels(tokens):
 
 
 @pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     ("kind", "norm_first"), [(PreNormDecoderBlock, True), (PostNormDecoderBlock, False)]
 )
 def test_decoder_blocks_equal_torch_s_decoder_layer(
-    kind: type[DecoderBlock], norm_first: bool, cross_attention_like
+    kind: type[DecoderBlock], norm_first: bool, padded: bool, cross_attention_like
 ):
     theirs = nn.TransformerDecoderLayer(
         DIM, HEADS, HIDDEN, activation="gelu", batch_first=True, norm_first=norm_first
@@ -170,5 +171,10 @@ def test_decoder_blocks_equal_torch_s_decoder_layer(
     mask = causal_mask(0, 5, x.device)
     assert mask is not None
     context = AttentionContext(mask=mask, memory_kv=ours.cross_attn.project_kv(memory))
-    expected = theirs(x, memory, tgt_mask=~mask, tgt_is_causal=True)
+    padding = torch.arange(7) >= torch.tensor([[3], [7]]) if padded else None
+    if padding is not None:
+        context = context.replace(memory_mask=~padding[:, None, None])
+    expected = theirs(
+        x, memory, tgt_mask=~mask, tgt_is_causal=True, memory_key_padding_mask=padding
+    )
     torch.testing.assert_close(ours(x, context)[0], expected, rtol=0, atol=1e-10)

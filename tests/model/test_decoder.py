@@ -155,6 +155,25 @@ def test_rows_of_the_cache_can_be_selected_repeated_and_reordered(position):
 
 
 @torch.inference_mode()
+def test_memories_of_several_lengths_share_a_batch():
+    model, ids, memory, lengths = decoder(), some_ids(3), some_memory(3), (2, SEEN, 4)
+    mask = torch.arange(SEEN) < torch.tensor(lengths)[:, None]
+    alone = [model(ids[row][None], memory[row, :n][None]) for row, n in enumerate(lengths)]
+    whole = torch.cat(alone)
+    found = model(ids, memory, memory_mask=mask)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-5)
+    assert not torch.isclose(model(ids, memory)[[0, 2]], whole[[0, 2]]).all(-1).any()
+    going = CachedDecoder(model, model.init_cache(memory, mask))
+    going(ids[:, :4])
+    for rows in ([2, 0, 2, 1], [2, 1, 0, 3], [3]):
+        going.select_rows(torch.tensor(rows))
+        ids, whole = ids[rows], whole[rows]
+        length = going.cache.length
+        next_logits = going(ids[:, length : length + 1])
+        torch.testing.assert_close(next_logits, whole[:, length], rtol=0, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_keys_of_the_image_are_copied_only_where_rows_change_their_image():
     model, memory, ids = decoder(), some_memory(3), some_ids(3, 2)
     going = CachedDecoder(model, model.init_cache(memory))

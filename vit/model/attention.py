@@ -121,6 +121,8 @@ class AttentionContext(NamedTuple):
     """Keys and values of earlier tokens, which self-attention reads and extends."""
     memory_kv: KeyValue | None = None
     """Keys and values of the image's tokens, which cross-attention reads."""
+    memory_mask: Tensor | None = None
+    """As `mask`, for the tokens that cross-attention reads."""
 
     def replace(self, **changes: Any) -> "AttentionContext":
         """A copy with other values; unlike `_replace`, torch 2.8 can compile it."""
@@ -247,6 +249,7 @@ class CrossAttention(nn.Module):
             self.q_norm(rearrange(self.q(x), SPLIT_HEADS, heads=self.num_heads)),
             repeat_kv(key, self.queries_per_kv),
             repeat_kv(value, self.queries_per_kv),
+            mask=context.memory_mask,
             dropout=self.attention_dropout if self.training else 0.0,
         )
         tokens: Tensor = self.proj_drop(self.proj(rearrange(gathered, MERGE_HEADS)))

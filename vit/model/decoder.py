@@ -151,21 +151,31 @@ class TextDecoder(nn.Module):
         """Longest caption without begin and end; the end token needs no position."""
         return self.max_length - 1
 
-    def init_cache(self, memory: Tensor | None) -> KVCache:
+    def init_cache(self, memory: Tensor | None, memory_mask: Tensor | None = None) -> KVCache:
         """An empty cache with each block's keys and values of the image.
 
         Args:
             memory: Tokens of the image, (batch, memory_tokens, memory_dim); None for a language
                 model.
+            memory_mask: False at padding, so that memories of several lengths share a batch,
+                (batch, memory_tokens), at least one True in each row; None for no padding. The
+                inverse of torch's `memory_key_padding_mask`.
         """
         if memory is None:
+            assert memory_mask is None, "a mask without a memory"
             return KVCache.from_memory([None] * len(self.blocks))
         tokens = self.norm_memory(memory)
         blocks = [block for block in self.blocks if isinstance(block, DecoderBlock)]
-        return KVCache.from_memory([block.cross_attn.project_kv(tokens) for block in blocks])
+        mask = None if memory_mask is None else memory_mask[:, None, None]
+        return KVCache.from_memory([block.cross_attn.project_kv(tokens) for block in blocks], mask)
 
     def forward(
-        self, ids: Tensor, memory: Tensor | None = None, *, counted: Tensor | None = None
+        self,
+        ids: Tensor,
+        memory: Tensor | None = None,
+        *,
+        memory_mask: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token at each position, (batch, tokens, vocab).
 
@@ -173,14 +183,14 @@ class TextDecoder(nn.Module):
 
         Args:
             ids: (batch, tokens), int64.
-            memory: As in `init_cache`.
+            memory, memory_mask: As in `init_cache`.
             counted: True at tokens that the routing of experts counts, (batch, tokens): those with
                 a next token. All if omitted.
         """
         layers = [layer for layer in self.modules() if isinstance(layer, MixtureOfExperts)]
         for layer in layers:
             layer.counted = counted
-        hidden = self.hidden_states(ids, self.init_cache(memory))
+        hidden = self.hidden_states(ids, self.init_cache(memory, memory_mask))
         for layer in layers:
             layer.counted = None
         return self.logits(hidden)
@@ -214,7 +224,9 @@ class TextDecoder(nn.Module):
         x, rope = self.positions(self.word_dropout(self.token_embed(ids)), offset)
         x = self.pos_drop(x)
         mask = causal_mask(offset, new, x.device)
-        context = AttentionContext(rope=rope, mask=mask, attention_fn=attention_fn)
+        context = AttentionContext(
+            rope=rope, mask=mask, attention_fn=attention_fn, memory_mask=cache.memory_mask
+        )
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x, _ = block(x, context.replace(kv_cache=layer, memory_kv=layer.memory_kv))
         cache.length += new

@@ -57,16 +57,21 @@ class KVCache:
         layers: One entry for each block.
         length: Number of tokens read so far.
         images: The image of each row, (batch,) int64; None while each row has its own.
+        memory_mask: True at the memory's tokens that are read, (batch, 1, 1, memory_tokens); None
+            for all.
     """
 
     layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
     images: Tensor | None = None
+    memory_mask: Tensor | None = None
 
     @classmethod
-    def from_memory(cls, memory_kv: Sequence[KeyValue | None]) -> "KVCache":
+    def from_memory(
+        cls, memory_kv: Sequence[KeyValue | None], memory_mask: Tensor | None = None
+    ) -> "KVCache":
         """An empty cache, from each block's keys and values of the image."""
-        return cls([LayerCache(pair) for pair in memory_kv])
+        return cls([LayerCache(pair) for pair in memory_kv], memory_mask=memory_mask)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, (kept,) int64, in this order; a row may be repeated."""
@@ -75,3 +80,5 @@ class KVCache:
         moved = old is None or not torch.equal(old, self.images)
         for layer in self.layers:
             layer.select_rows(rows, memory=moved)
+        if moved and self.memory_mask is not None:
+            self.memory_mask = self.memory_mask[rows]

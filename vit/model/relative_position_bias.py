@@ -6,9 +6,10 @@ The table has one row for each offset, from (1 - rows, 1 - cols) to (rows - 1, c
 column for each head. Three more rows are for prefix tokens, which have no position: prefix query to
 patch, patch query to prefix, and prefix to prefix.
 
-Source: Shaw et al., section 3.2, arXiv:1803.02155; with a table of numbers in two dimensions: Liu
-et al., "Swin Transformer", section 3.2, arXiv:2103.14030; with a class token: Bao et al., "BEiT",
-arXiv:2106.08254, and its code. The order of the rows is theirs and timm's.
+Source: Raffel et al. (T5), section 2.1, arXiv:1910.10683, after the vectors of Shaw et al.,
+arXiv:1803.02155; in two dimensions: Liu et al., "Swin Transformer", section 3.2, arXiv:2103.14030;
+with a class token: Bao et al., "BEiT", arXiv:2106.08254, and its code. The order of the rows is
+theirs and timm's.
 """
 
 import torch
