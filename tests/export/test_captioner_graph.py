@@ -56,7 +56,8 @@ MIXTURES = [
     (
         {"pooling": "none", "position": "learned_rotary", "repeat_blocks": 2, "num_kv_heads": 2}
         | {"norm_order": "sandwich"},
-        {"decoder_activation": "quick_gelu", "decoder_depth": 1, "caption_tokens": 5},
+        {"decoder_activation": "quick_gelu", "decoder_depth": 1, "caption_tokens": 5}
+        | {"decoder_position": "relative"},
     ),
 ]
 

@@ -9,19 +9,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, EncoderDecoderCache, GPT2Config, GPT2LMHeadModel, T5Config
 from transformers.models.llama.modeling_llama import (
     LlamaConfig,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from vit.config import DecoderConfig, ModelConfig
 from vit.model import layers, normalization
 from vit.model.build import assemble_decoder, build_classifier
 from vit.model.build import build_captioner as build_both
 from vit.model.captioner import CachedDecoder, Captioner, use_column_major_weights
-from vit.model.decoder import RotaryTextPositions, SinusoidalTextPositions, TextDecoder, WordDropout
+from vit.model.decoder import (
+    RelativeTextPositions,
+    RotaryTextPositions,
+    SinusoidalTextPositions,
+    TextDecoder,
+    WordDropout,
+    causal_mask,
+)
 from vit.model.initialization import init_weights
 
 VOCAB, MOST, WORDS, SEEN = 13, 12, 9, 5
@@ -351,6 +359,20 @@ def test_rotary_text_positions_equal_llama():
     expected = apply_rotary_pos_emb(query, key, *LlamaRotaryEmbedding(config)(query, context))
     _, rotate = RotaryTextPositions(MOST, 8)(torch.zeros(2, 6, 32), 3)
     torch.testing.assert_close((rotate(query), rotate(key)), expected, rtol=0, atol=1e-6)
+
+
+def test_relative_text_positions_equal_t5():
+    config = T5Config(num_heads=4, is_decoder=True, relative_attention_num_buckets=2 * MOST)
+    theirs = T5Attention(config, has_relative_attention_bias=True)
+    ours = RelativeTextPositions(MOST, 32, num_heads=4)
+    ours.relative_position_bias_table.data = theirs.relative_attention_bias.weight.data[:MOST]
+    for offset, new in ((0, MOST), (5, 3), (7, 1)):
+        mask = causal_mask(offset, new, torch.device("cpu"))
+        expected = theirs.compute_bias(new, offset + new, past_seen_tokens=offset)
+        if mask is not None:
+            expected = expected.masked_fill(~mask, -torch.inf)
+        found = ours.add_bias(mask, offset, new)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def gpt2(*, cross: bool) -> tuple[TextDecoder, GPT2LMHeadModel]:

@@ -24,7 +24,7 @@ class DecoderConfig(Section):
     """Key and value heads; decoder_heads when left empty."""
     decoder_hidden_dim: int | None = setting(None, least=1)
     """Hidden width of the feed-forward layer; 4 x decoder_dim when left empty."""
-    decoder_position: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    decoder_position: Literal["learned", "sinusoidal", "rotary", "relative"] = "learned"
     """Position embedding of the words."""
     decoder_norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation layer."""

@@ -8,17 +8,24 @@ Without cross-attention in its blocks it is a language model.
 
 Source: Vaswani et al., "Attention Is All You Need", section 3, arXiv:1706.03762; rotary positions:
 Su et al., section 3.4.2, arXiv:2104.09864 (channels of the two halves of a head are paired, not
-neighbours); tied embedding: Press and Wolf, arXiv:1608.05859; word dropout: Bowman et al.,
+neighbours); relative positions: Raffel et al., "T5", section 2.1, arXiv:1910.10683, without
+buckets; tied embedding: Press and Wolf, arXiv:1608.05859; word dropout: Bowman et al.,
 "Generating Sentences from a Continuous Space", section 3.1, arXiv:1511.06349.
 """
 
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.model.attention import AttentionContext, AttentionFunction, dot_product_attention
+from vit.model.attention import (
+    AttentionContext,
+    AttentionFunction,
+    apply_mask,
+    dot_product_attention,
+)
 from vit.model.blocks import Block, DecoderBlock
 from vit.model.kv_cache import KVCache
 from vit.model.moe import MixtureOfExperts
@@ -65,6 +72,15 @@ class TextPositions(nn.Module):
         """
         raise NotImplementedError
 
+    def add_bias(self, mask: Tensor | None, offset: int, new: int) -> Tensor | None:  # noqa: ARG002
+        """The mask of self-attention, and what the positions add to its scores.
+
+        Args:
+            mask: That of `causal_mask`.
+            offset, new: As for it.
+        """
+        return mask
+
 
 class LearnedTextPositions(TextPositions):
     """Adds one learned vector for each position."""
@@ -104,6 +120,32 @@ class RotaryTextPositions(TextPositions):
 
     def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:
         return x, Rotation(self.angles[offset : offset + x.shape[1]].unsqueeze(0))
+
+
+class RelativeTextPositions(TextPositions):
+    """Adds a learned number to the scores of a head for each distance of two tokens.
+
+    All blocks have the same numbers, as T5's; each distance has its own, up to the longest.
+
+    Args:
+        max_length, dim: As for TextPositions.
+        num_heads: Query heads.
+    """
+
+    def __init__(self, max_length: int, dim: int, *, num_heads: int) -> None:
+        super().__init__(max_length, dim)
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(max_length, num_heads))
+
+    def forward(self, x: Tensor, offset: int) -> tuple[Tensor, Rotation | None]:  # noqa: ARG002
+        return x, None
+
+    def add_bias(self, mask: Tensor | None, offset: int, new: int) -> Tensor:
+        """(1, heads, new, offset + new)"""
+        table = self.relative_position_bias_table
+        places = torch.arange(offset + new, device=table.device)
+        distances = (places[offset:, None] - places).clamp(min=0)  # later tokens are masked
+        bias = rearrange(table[distances], "queries keys heads -> 1 heads queries keys")
+        return apply_mask(bias, mask)
 
 
 class TextDecoder(nn.Module):
@@ -223,7 +265,7 @@ class TextDecoder(nn.Module):
             )
         x, rope = self.positions(self.word_dropout(self.token_embed(ids)), offset)
         x = self.pos_drop(x)
-        mask = causal_mask(offset, new, x.device)
+        mask = self.positions.add_bias(causal_mask(offset, new, x.device), offset, new)
         context = AttentionContext(
             rope=rope, mask=mask, attention_fn=attention_fn, memory_mask=cache.memory_mask
         )

@@ -26,6 +26,7 @@ from vit.model.blocks import (
 )
 from vit.model.decoder import (
     LearnedTextPositions,
+    RelativeTextPositions,
     RotaryTextPositions,
     SinusoidalTextPositions,
     TextPositions,
@@ -280,6 +281,7 @@ TEXT_POSITIONS: dict[str, Callable[[int, ModelConfig], TextPositions]] = {
     "learned": lambda most, c: LearnedTextPositions(most, c.dim),
     "sinusoidal": lambda most, c: SinusoidalTextPositions(most, c.dim),
     "rotary": lambda most, c: RotaryTextPositions(most, c.dim // c.num_heads),
+    "relative": lambda most, c: RelativeTextPositions(most, c.dim, num_heads=c.num_heads),
 }
 
 DECODER_BLOCKS: dict[str, type[DecoderBlock]] = {
