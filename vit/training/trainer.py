@@ -147,9 +147,8 @@ class Trainer:
         self.callbacks.stopped = str(self.part.pop("stopped", ""))
         self.checkpoints.resume(state)
         state.restore(self.run)
-        set_lr(
-            self.run.optimizer, self.run.lr_at(max(self.run.step - 1, 0))
-        )  # callbacks may read it
+        # callbacks may read that of the last step
+        set_lr(self.run.optimizer, self.run.lr_at(max(self.run.step - 1, 0)))
 
     def close(self) -> None:
         """Stop loader processes and close files."""
