@@ -1,5 +1,6 @@
 """Callbacks, a loss and a transform of one's own, as in a script that calls `vit.train`."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -80,13 +81,14 @@ class StopAfterEpoch:
 
 
 OWN = {"callbacks": [Watch()], "loss": partial(focal, gamma=1.5), "transform": noise}
+QUICK = {**OWN, "report": False}
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_config, tmp_path_factory) -> Path:
     """A run with all of it that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return vit.train(tiny_config(smoothing=0), folder, **OWN).folder
+    return vit.train(tiny_config(smoothing=0), folder, **QUICK).folder
 
 
 def test_callbacks_read_each_step_and_validation_and_log(whole):
@@ -104,7 +106,7 @@ def test_callbacks_read_each_step_and_validation_and_log(whole):
 
 def test_a_callback_changes_nothing(tiny_config, whole, tmp_path):
     own = {name: OWN[name] for name in ("loss", "transform")}
-    vit.train(tiny_config(smoothing=0), tmp_path / "run", **own)
+    vit.train(tiny_config(smoothing=0), tmp_path / "run", report=False, **own)
     kept = [event for event in read_events(whole) if event["event"] != "callback"]
     found = read_events(tmp_path / "run")
     losses = [[one.get("val_loss", one.get("loss")) for one in each] for each in (kept, found)]
@@ -113,7 +115,7 @@ def test_a_callback_changes_nothing(tiny_config, whole, tmp_path):
 
 
 def test_loader_processes_get_the_transform(tiny_config, whole, tmp_path):
-    vit.train(tiny_config(smoothing=0, workers=2), tmp_path / "run", **OWN)
+    vit.train(tiny_config(smoothing=0, workers=2), tmp_path / "run", **QUICK)
     assert_equal_runs(whole, tmp_path / "run")
 
 
@@ -122,8 +124,8 @@ def test_a_run_that_is_cut_and_resumed_with_its_code_is_the_same(
     tiny_config, whole, tmp_path, step
 ):
     with signalled_at(step):
-        vit.train(tiny_config(smoothing=0), tmp_path / "run", **OWN)
-    vit.train(out=tmp_path / "run", resume=True, **OWN)
+        vit.train(tiny_config(smoothing=0), tmp_path / "run", **QUICK)
+    vit.train(out=tmp_path / "run", resume=True, **QUICK)
     assert_equal_runs(whole, tmp_path / "run")
     one, other = last_weights(whole), last_weights(tmp_path / "run")
     assert one.keys() == other.keys()
@@ -133,7 +135,7 @@ def test_a_run_that_is_cut_and_resumed_with_its_code_is_the_same(
 @pytest.fixture
 def cut(tiny_config, tmp_path) -> Path:
     with signalled_at(2):
-        vit.train(tiny_config(smoothing=0), tmp_path / "run", **OWN)
+        vit.train(tiny_config(smoothing=0), tmp_path / "run", **QUICK)
     return tmp_path / "run"
 
 
@@ -149,7 +151,7 @@ def test_the_run_folder_has_names_and_sources(whole):
 
 def test_a_run_is_not_resumed_without_its_code(cut, capfd):
     before = sorted(cut.rglob("*"))
-    for own in ({}, {**OWN, "loss": None}, {**OWN, "callbacks": [Watch(), StopAt(3)]}):
+    for own in ({}, {**QUICK, "loss": None}, {**QUICK, "callbacks": [Watch(), StopAt(3)]}):
         with pytest.raises(ConfigError, match="was trained with own code callbacks=Watch, loss="):
             vit.train(out=cut, resume=True, **own)
     assert main(["train", "--resume", "--out", str(cut)]) == 2
@@ -162,11 +164,11 @@ def test_a_run_is_not_resumed_without_its_code(cut, capfd):
 
 def test_a_loss_that_changed_is_refused_and_a_callback_may(cut, whole):
     with pytest.raises(ConfigError, match=r"loss=focal differs from that in .*user_code\.json"):
-        vit.train(out=cut, resume=True, **{**OWN, "loss": partial(focal, gamma=3.0)})
+        vit.train(out=cut, resume=True, **{**QUICK, "loss": partial(focal, gamma=3.0)})
     record = json.loads((cut / USER_CODE_FILE).read_text())
     record[0]["source"] += "\n# a word more"
     (cut / USER_CODE_FILE).write_text(json.dumps(record))
-    vit.train(out=cut, resume=True, **OWN)
+    vit.train(out=cut, resume=True, **QUICK)
     assert_equal_runs(whole, cut)
 
 
@@ -181,7 +183,7 @@ def test_a_run_that_began_without_code_gets_none_on_resume(tiny_config, tmp_path
 def test_settings_of_a_run_with_code_are_noted_where_they_are_repeated(whole, tmp_path, capfd):
     config = whole / "config.yaml"
     assert main(["train", "--config", str(config), "--out", str(whole), "--epochs", "x"]) == 2
-    vit.train(config, tmp_path / "run", epochs=1, warmup_epochs=0, **OWN)
+    vit.train(config, tmp_path / "run", epochs=1, warmup_epochs=0, **QUICK)
     assert "user_code.json: own code of the run, which its config.yaml does not" in (
         capfd.readouterr().err
     )
@@ -323,7 +325,7 @@ def train_where_loaders_are_spawned(own, config, out) -> int:
 def test_loader_processes_that_are_spawned_give_the_same_run(tiny_config, whole, tmp_path):
     config = tiny_config(smoothing=0, workers=1)
     log = tmp_path / "log"
-    complete(train_where_loaders_are_spawned, OWN, config, tmp_path / "run", log=log)
+    complete(train_where_loaders_are_spawned, QUICK, config, tmp_path / "run", log=log)
     assert_equal_runs(whole, tmp_path / "run")
 
 
@@ -342,7 +344,7 @@ def test_a_callback_stops_the_run_after_its_step(tiny_config, tmp_path, capfd):
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_stopped_run_that_was_killed_ends_as_it_would_have(tiny_config, tmp_path, missing):
     """Whatever checkpoint is the newest: that of the stop, or one before it."""
-    own = {"callbacks": [StopAt(4)]}
+    own = {"callbacks": [StopAt(4)], "report": False}
     vit.train(tiny_config(checkpoint_steps=1), tmp_path / "run", **own)
     shutil.copytree(tmp_path / "run", tmp_path / "killed")
     newest = find_checkpoints(tmp_path / "killed/checkpoints")
@@ -354,9 +356,9 @@ def test_a_stopped_run_that_was_killed_ends_as_it_would_have(tiny_config, tmp_pa
 
 
 def test_a_callback_stops_the_run_after_a_validation(tiny_config, tmp_path):
-    vit.train(tiny_config(), tmp_path / "run", callbacks=[StopAfterEpoch()])
+    vit.train(tiny_config(), tmp_path / "run", callbacks=[StopAfterEpoch()], report=False)
     assert [event["epoch"] for event in events(tmp_path / "run")] == [1, 2]
-    vit.train(out=tmp_path / "run", resume=True, callbacks=[StopAfterEpoch()])
+    vit.train(out=tmp_path / "run", resume=True, callbacks=[StopAfterEpoch()], report=False)
     assert [event["epoch"] for event in events(tmp_path / "run")] == [1, 2]
 
 
@@ -376,7 +378,7 @@ def train_with(own, config, out, resume=False) -> int:
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_the_code(tiny_config, tmp_path):
     config = tiny_config(smoothing=0, dropout=0, drop_path=0, workers=1)
-    own = {**OWN, "callbacks": [StopOnLast()]}
+    own = {**QUICK, "callbacks": [StopOnLast()]}
     for processes in (1, 2):
         out, log = tmp_path / f"{processes}", tmp_path / "log"
         complete(train_with, own, config, out, log=log, processes=processes)
@@ -389,24 +391,25 @@ def test_two_processes_train_as_one_with_the_code(tiny_config, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_is_killed_resumes_to_the_same_bytes(tiny_config, tmp_path):
     config = tiny_config(smoothing=0, workers=2, checkpoint_steps=1, epochs=6)
-    complete(train_with, OWN, config, tmp_path / "whole", log=tmp_path / "log")
+    complete(train_with, QUICK, config, tmp_path / "whole", log=tmp_path / "log")
     killed = 0
     for moment in (0.2, 0.4, 0.6, 0.8, 1.0, 1.3):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        with Job(train_with, OWN, config, tmp_path / "run", log=tmp_path / "log") as job:
+        with Job(train_with, QUICK, config, tmp_path / "run", log=tmp_path / "log") as job:
             if not job.ended(moment):
                 killed += -signal.SIGKILL in job.kill()
-        complete(train_with, OWN, config, tmp_path / "run", True, log=tmp_path / "log")
+        complete(train_with, QUICK, config, tmp_path / "run", True, log=tmp_path / "log")
         assert differences(tmp_path / "run", tmp_path / "whole") == []
     assert killed >= 2
     assert os.listdir(tmp_path / "run/checkpoints")
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capfd):
     text = (Path(__file__).parents[2] / "docs/own-code.md").read_text(encoding="utf-8")
     example, again = (part.split("```")[0] for part in text.split("```python\n")[1:])
     assert example.count('time="20s"') == 1
-    quick = "epochs=1, **" + repr({**SIZES, **ON_CPU, "batch_size": 128})
+    quick = "epochs=1, **" + repr({**SIZES, **ON_CPU, "batch_size": 128, "group": None})
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "example"}
     exec(example.replace('time="20s"', quick), names)
@@ -415,3 +418,15 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err.count("runs/own: ") == 2
     logits, targets = torch.randn(4, 3), torch.eye(3)[[0, 1, 2, 0]]
     assert (names["focal"](logits, targets) <= cross_entropy(logits, targets)).all()
+
+
+def test_what_a_plan_chose_gives_way_to_the_code_and_what_a_person_chose_does_not(tiny_config):
+    planned = dataclasses.replace(tiny_config(cache="device"), origins={})
+    settled = planned.with_user_code(UserCode(loss=focal, transform=noise))
+    assert (settled.data.cache, settled.training.smoothing) == ("none", 0.0)
+    for name, value in (("cache", "device"), ("smoothing", 0.1)):
+        chosen = dataclasses.replace(
+            tiny_config(smoothing=0.1, cache="device"), origins={name: "flag"}
+        )
+        with pytest.raises(ConfigError, match=f"{name}={value!r}: does not work with"):
+            chosen.with_user_code(UserCode(loss=focal, transform=noise))
