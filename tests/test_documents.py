@@ -292,7 +292,7 @@ SUPPOSED = {
     "verify.md": exported_files,
 }
 """What the text of a page supposes besides `photos`: makes files, and returns variables."""
-ELSEWHERE = {"tour.md", "training-loop.md", "tutorial-microscope.md"}
+ELSEWHERE = {"own-code.md", "tour.md", "training-loop.md", "tutorial-microscope.md"}
 """Pages whose Python blocks have their own test; so have those of tritonclient (tests/serving)."""
 SHAPE = re.compile(r"^(\w+) = .*# \((\d+(?:, \d+)+)\)", re.MULTILINE)
 SLOW = {"convert.md", "evaluate.md"}

@@ -306,6 +306,21 @@ def test_many_labels_train_a_pretrained_network_as_from_scratch(images, given, s
     assert all(choice.reason for choice in plan.choices.values())
 
 
+@pytest.mark.parametrize(
+    "given", [{"weight_column": "w"}, {"freeze_epochs": 2, "epochs": 9}], ids=str
+)
+def test_no_probe_is_planned_beside_what_it_does_not_know(given):
+    assert chosen(PHOTOS, given).method == "full"
+    assert chosen(PHOTOS, {"freeze_epochs": 2}, one_class=False).method == "full"
+    plans = [rules.plan_weights(GPU, given, chosen(GPU, given))]
+    plans += [
+        rules.plan_after_pretraining(dataclasses.replace(TINY, images=500), given, PRETRAINED)
+    ]
+    for plan in plans:
+        assert "probe_first" not in plan.settings
+        assert plan.settings["method"] == "full"
+
+
 def test_images_that_a_teacher_labels_are_no_labels():
     facts = dataclasses.replace(TINY, images=40_000, taught=39_700)
     plan = rules.plan_after_pretraining(facts, {"time": "5m"}, PRETRAINED)

@@ -5,10 +5,11 @@ are the fields' names. Imports no torch, so `--help` is instant.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vit.config.data_config import (
+    WEIGHED,
     WITH_NATIVE,
     WITH_PAD,
     AugmentConfig,
@@ -17,7 +18,7 @@ from vit.config.data_config import (
 )
 from vit.config.decoder_config import DecoderConfig
 from vit.config.model_config import ModelConfig, PartialModelConfig
-from vit.config.settings import Other, Section, check_read, refuse
+from vit.config.settings import LABEL_TASKS, Other, Section, check_read, refuse
 from vit.config.training_config import (
     DistillationConfig,
     FinetuneConfig,
@@ -25,6 +26,7 @@ from vit.config.training_config import (
     RunConfig,
     TrainingConfig,
 )
+from vit.config.user_code import UserCode, name_of
 from vit.errors import ConfigError
 
 __all__ = [
@@ -45,6 +47,15 @@ __all__ = [
 ]
 
 
+STEPS: Mapping[str, tuple[Any, ...]] = {"method": Other(("probe",))}
+WITH_USER_CODE: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    "loss": {**STEPS, "task": WEIGHED, "smoothing": (0.0,), "balance": ("none", "sampler")},
+    "transform": {**STEPS, "task": LABEL_TASKS, "cache": Other(("device",)), "tiles": (None,)},
+}
+"""Argument of `vit.train` -> values of settings beside it: a loss takes the place of smoothing and
+class weights, and a transform gets single images on a CPU."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of one run."""
@@ -60,11 +71,13 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where settings come from: call, flag, file, run, plan, task, data or weights."""
+    user_code: UserCode = field(default=UserCode(), compare=False, repr=False)
+    """Of a Python call; no file has it."""
 
     def __post_init__(self) -> None:
         self._check_repeats()
         self._check_device_cache()
-        self._check_resize()
+        self._check_beside()
         if self.finetune.method == "probe" and not self.training.single_label:
             raise ConfigError(
                 f"method=probe: a probe fits one class an image, not task={self.training.task}; "
@@ -104,6 +117,15 @@ class Config:
         """The value of a setting, as of `Settings`."""
         return self.values()[name]
 
+    def with_user_code(self, code: UserCode) -> "Config":
+        """The config with `code`, without planned settings that are not read beside it."""
+        training, data = self.training, self.data
+        if code.loss is not None and not self.chosen("smoothing"):
+            training = replace(training, smoothing=0.0)
+        if code.transform is not None and data.cache == "device" and not self.chosen("cache"):
+            data = replace(data, cache="none", cache_folder=None)
+        return replace(self, training=training, data=data, user_code=code)
+
     def values(self) -> dict[str, Any]:
         """Every setting by name."""
         return {
@@ -133,13 +155,17 @@ class Config:
                 f"not {unbatched}; use --cache ram"
             )
 
-    def _check_resize(self) -> None:
+    def _check_beside(self) -> None:
+        """Refuse what does not work with a resize or with the user's own code."""
         rules = {"pad": WITH_PAD, "native": WITH_NATIVE}.get(self.data.resize, {})
+        beside = [(f"resize={self.data.resize}", rules)]
+        for argument, code in self.user_code.items():
+            beside.append((f"{argument}={name_of(code)}", WITH_USER_CODE.get(argument, {})))
         values = self.values()
-        for name, accepted in rules.items():
-            if (values[name] in accepted) == isinstance(accepted, Other):
-                why = f"does not work with resize={self.data.resize}; leave it out"
-                refuse(name, values[name], why)
+        for what, rules in beside:
+            for name, accepted in rules.items():
+                if (values[name] in accepted) == isinstance(accepted, Other):
+                    refuse(name, values[name], f"does not work with {what}; leave it out")
 
     def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size
@@ -160,5 +186,5 @@ class Config:
 SECTIONS: dict[str, type] = {
     field.name: field.type  # type: ignore[misc]
     for field in fields(Config)
-    if field.name != "origins"
+    if field.name not in ("origins", "user_code")
 }

@@ -24,6 +24,7 @@ from vit.config.stored_config import (
     stored_settings,
 )
 from vit.config.training_config import AUTO_WEIGHTS
+from vit.config.user_code import USER_CODE_FILE
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
 from vit.text import Notify, join_names, print_to_stderr, printable
@@ -176,6 +177,8 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
         for name, value in values.items()
         if name not in read and value != known[name].default
     ]
+    if (code := Path(path).with_name(USER_CODE_FILE)).is_file():
+        notify(f"note: {printable(code)}: own code of the run, which its config.yaml does not have")
     if unread:
         notify(f"note: {printable(path)}: not used by this training: {join_names(unread)}")
     return read

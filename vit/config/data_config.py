@@ -29,6 +29,8 @@ MEASURED: dict[str, Any] = {"named": False, "decided_by": "data", "listed": Fals
 
 MIXED = ("classify", "ordinal", "taxonomy", "multilabel")
 """Tasks with labels that can be mixed."""
+WEIGHED = (*MIXED, "regression", "attributes")
+"""Tasks with a loss of each image."""
 
 
 def check_intensity_range(values: tuple[float, float]) -> None:
@@ -90,6 +92,14 @@ class DataConfig(SourceConfig):
     images of one scene, by their looks and EXIF data; none: each image on its own."""
     order: tuple[str, ...] = setting((), tasks=("ordinal",), before_plan=True, alone=BY_NUMBER)
     """The grades from the lowest on, of classes that have an order; alone: they are numbers."""
+    weight_column: str | None = setting(
+        None,
+        tasks=WEIGHED,
+        read_by=({"teacher": (None,)}, {"probe_first": (None, False)}),
+        unused_by=("probe",),
+        before_plan=True,
+    )
+    """Column of a list with weights of images in the loss, 0 or more; their mean counts as 1."""
     folds: int | None = setting(None, least=2, tasks=LABEL_TASKS)
     """Number of cross-validation folds; each gets a training that validates on it."""
     fold: int | None = None

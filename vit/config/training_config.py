@@ -34,8 +34,10 @@ TASKS: dict[str, str] = {
     "mae": "vit.tasks.masked_autoencoder:MaskedAutoencoding",
 }
 """Value of the setting `task` -> module and class that implements it."""
-PROBE, FROZEN = ("probe",), ("probe", "linear")
-"""Methods that make no steps, or none of the encoder's parameters."""
+PROBE, FROZEN, PARTIAL = ("probe",), ("probe", "linear"), ("probe", "linear", "lora")
+"""Methods that make no steps, none of the encoder's parameters, or not of all."""
+NO_PROBE = ("weight_column", "freeze_epochs")
+"""Settings beside which a training does not begin with a probe, unless asked."""
 ROUTERS = ({"feedforward": ("moe",)},)
 AUTO_WEIGHTS = "auto"
 """Value of `weights`: choose them from a list by data, time and device."""
@@ -106,6 +108,10 @@ class TrainingConfig(Section):
     """Betas of the optimiser (of Muon: its AdamW); the optimiser's defaults when left empty."""
     layer_decay: float = setting(1.0, above=0, unused_by=FROZEN)
     """Layer-wise learning rate decay, from each block to the one before it; 1 is off."""
+    freeze_epochs: int | None = setting(
+        None, least=1, read_by=PRETRAINED, tasks=LABEL_TASKS, unused_by=PARTIAL, unit="epochs"
+    )
+    """First epochs, in which the head alone is trained; then all parameters are."""
     clip_grad: float = setting(1.0, least=0, unused_by=PROBE)
     """Maximum norm of the gradient of all parameters; 0 is off."""
     smoothing: float = setting(0.1, least=0, below=1, tasks=SMOOTHED, off=(0.0,), unused_by=PROBE)
@@ -161,6 +167,9 @@ class TrainingConfig(Section):
         if self.time is None and (self.warmup_epochs or 0) >= self.epochs:
             remedy = "lower it, such as --warmup-epochs 0, or train longer"
             self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}; {remedy}")
+
+        if (self.freeze_epochs or 0) >= self.epochs:
+            self.refuse("freeze_epochs", f"must be less than epochs={self.epochs}")
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -63,6 +63,8 @@ class Batch(NamedTuple):
     """A caption of another image for each, in the same form; only in evaluation."""
     sizes: list[tuple[int, int]] | None = None
     """(height, width) of each image of resize=native; None where all have that of the tensor."""
+    weights: Tensor | None = None
+    """Weights of the images in the loss, (batch,), with a mean of 1 over all; None without any."""
 
 
 class ImageDataset(Dataset[Batch]):
@@ -79,6 +81,10 @@ class ImageDataset(Dataset[Batch]):
         classes: int | None = None,
     ) -> None:
         self.cache = cache
+        self.weights: Tensor | None = None
+        if seed is not None and any(sample.weight != 1 for sample in samples):
+            weights = torch.tensor([sample.weight for sample in samples], dtype=torch.float64)
+            self.weights = (weights / weights.mean()).float()
         # One block of bytes: a list of strings would be copied, page by page, into each process.
         names = [os.fsencode(sample.path) for sample in samples]
         self.names = b"".join(names)
@@ -144,15 +150,18 @@ class ImageDataset(Dataset[Batch]):
         batch = Batch(images[: len(loaded)], self.labels[indices], indices, positions, failed)
         if transform.native:
             batch = batch._replace(sizes=sizes)
-        return self._with_captions(batch, loaded)
+        return self._annotated(batch, loaded)
 
     def empty_batch(self, transform: Transform) -> Batch:
         """A batch of 0 images, with the image size of `transform`."""
         none = torch.empty(0, dtype=torch.int64)
         images = transform.blank()[None][:0]
-        return self._with_captions(Batch(images, self.labels[none], none, none, []), [])
+        return self._annotated(Batch(images, self.labels[none], none, none, []), [])
 
-    def _with_captions(self, batch: Batch, keys: list[SampleKey]) -> Batch:
+    def _annotated(self, batch: Batch, keys: list[SampleKey]) -> Batch:
+        """`batch` with the weights and captions of its images."""
+        if self.weights is not None:
+            batch = batch._replace(weights=self.weights[batch.indices])
         captions = self.caption_ids
         if captions is None:
             return batch

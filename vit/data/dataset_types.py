@@ -28,6 +28,8 @@ class Sample:
     """Sorted class indices of a multi-label image, possibly none."""
     numbers: tuple[float, ...] = ()
     """Of the columns `DatasetSpec.numbers`, of texts the class index; NaN of an empty cell."""
+    weight: float = 1.0
+    """In the loss, relative to other training images."""
     node: str = ""
     """Its class as a path, where that is none of the network's but below one of its nodes."""
 

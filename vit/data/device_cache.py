@@ -142,7 +142,7 @@ class DeviceDataset(ImageDataset):
             images = together[numbers[:, -1]].view(images.dtype)
         positions = torch.tensor([key.position for key in loaded], dtype=torch.int64)
         batch = Batch(images, self.labels[samples], samples, positions, failed)
-        return self._with_captions(batch, loaded)
+        return self._annotated(batch, loaded)
 
     def _error(self, key: SampleKey) -> BadImage:
         """Why an image is not in the cache."""

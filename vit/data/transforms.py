@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import AugmentConfig
+from vit.config.user_code import name_of
 from vit.data.auto_augment import build_operations
 from vit.data.image_tiles import TiledImage
 from vit.data.instrument_images import Array, ChannelImage
@@ -48,6 +49,9 @@ ERASE_AREA = (0.02, 1 / 3)
 ERASE_RATIO = 10 / 3
 CROP_PADDING = 4
 """Pixels by which a simple random crop may extend beyond the image, which is reflected there."""
+
+
+UserTransform = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Transform(Protocol):
@@ -154,8 +158,8 @@ class FastCrop:
 class TrainingTransform:
     """The random counterpart of `preprocessing`: same size, interpolation and mean colour.
 
-    Random crop, flips, rotation and translation, colour operations, random erasing, in this order;
-    without random crops (`min_crop` 1) also its geometry.
+    Random crop, flips, rotation and translation, colour operations, random erasing, what the user
+    gives, in this order; without random crops (`min_crop` 1) also its geometry.
     """
 
     def __init__(
@@ -165,7 +169,9 @@ class TrainingTransform:
         *,
         fast_crop: bool = False,
         tile_count: int = 1,
+        user_transform: UserTransform | None = None,
     ) -> None:
+        self.user_transform = user_transform
         rgb = preprocessing.channels is None
         self.fast_crop = (
             fast_crop and rgb and config.min_crop < 1 and config.random_crop == "resized"
@@ -251,7 +257,7 @@ class TrainingTransform:
     def _erase(self, pixels: Tensor) -> Tensor:
         if self.config.erase and uniform(1)[0] < self.config.erase:
             random_erasing(pixels, self.preprocessing.mean_colour)
-        return pixels
+        return pixels if self.user_transform is None else user_image(self.user_transform, pixels)
 
     def _size_of(self, box: Box) -> tuple[int, int]:
         if not self.preprocessing.whole:
@@ -391,6 +397,16 @@ def random_erasing(pixels: Tensor, colour: Sequence[float]) -> None:
             fill = torch.tensor(colour, dtype=pixels.dtype)[:, None, None]
             pixels[:, top : top + rows, left : left + cols] = fill
             return
+
+
+def user_image(transform: UserTransform, image: Tensor) -> Tensor:
+    """What a user's transform makes of an augmented image, with the generator that is its own."""
+    changed = transform(image, torch.default_generator)
+    same = isinstance(changed, Tensor) and changed.shape == image.shape
+    if not same or changed.dtype != image.dtype:
+        wanted = f"a tensor {tuple(image.shape)} of {image.dtype}, as it is given"
+        raise TypeError(f"{name_of(transform)} must return {wanted}")
+    return torch.empty_like(image).copy_(changed)
 
 
 def uniform(count: int) -> list[float]:

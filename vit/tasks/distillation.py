@@ -20,6 +20,7 @@ Beyer et al., arXiv:2106.05237.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,10 +31,11 @@ from vit.config.training_config import DistillationConfig
 from vit.data.dataset import Batch
 from vit.data.dataset_types import Splits
 from vit.precision import at_least_float32
+from vit.tasks.losses import user_loss
 from vit.tasks.task import TrainingRun, forward, mixed
 
-LabelLoss = Callable[[Tensor, Tensor], Tensor]
-"""Logits and targets, both (batch, classes) -> their summed loss, a scalar."""
+LabelLoss = Callable[..., Tensor]
+"""Logits and targets, (batch, classes) -> the summed loss; reduction="none": of each image."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def classifier_loss(
 ) -> Tensor:
     """Summed loss of one micro-batch of a classifier, (1,), with the forward pass; `targets` are
     shares, (batch, classes), on the device."""
+    if (own := run.config.user_code.loss) is not None:
+        label_loss = partial(user_loss, own)
     if distillation is None:
+        if batch.weights is not None:
+            return weighted_loss(run, batch, images, targets, epoch, label_loss)
         images, targets = mixed(run, batch, images, targets, epoch)
         return label_loss(forward(run, images, batch.sizes), targets).view(1)
     taught = distillation.targets(batch.indices).to(targets, non_blocking=True)
@@ -109,3 +115,16 @@ def classifier_loss(
     logits = forward(run, images)
     terms = label_loss(logits, targets), distillation.teacher_loss(logits, taught)
     return distillation.loss(*terms).view(1)
+
+
+def weighted_loss(
+    run: TrainingRun, batch: Batch, images: Tensor, targets: Tensor, epoch: int, loss: LabelLoss
+) -> Tensor:
+    """`classifier_loss` by the weights of images: each share of a mixture has its image's."""
+    assert batch.weights is not None
+    weights = batch.weights.to(targets, non_blocking=True).unsqueeze(1)
+    images, both = mixed(run, batch, images, torch.cat([targets * weights, weights], dim=1), epoch)
+    targets, weights = both[:, :-1], both[:, -1:]
+    targets = torch.where(weights > 0, targets / weights, 1 / targets.shape[1])
+    losses = loss(forward(run, images, batch.sizes), targets, reduction="none")
+    return (losses * weights.squeeze(1)).sum().view(1)

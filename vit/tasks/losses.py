@@ -18,33 +18,53 @@ logit adjustment", section 5.2 with tau 1, arXiv:2007.07314.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vit.config import Config
+from vit.config.user_code import name_of
 from vit.data.dataset_types import Sample
+from vit.errors import ConfigError
 from vit.precision import at_least_float32
 from vit.text import plural, printable
 
 
-def smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+def smoothed_cross_entropy(
+    logits: Tensor, targets: Tensor, *, smoothing: float, reduction: str = "sum"
+) -> Tensor:
     """Sum over the batch, in float32 or wider, so that micro-batches of any size add up to its
-    loss."""
+    loss; with reduction="none" the loss of each image, (batch,)."""
     logits = at_least_float32(logits)
-    return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="sum")
+    return F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction=reduction)
 
 
-def smoothed_binary_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+def smoothed_binary_cross_entropy(
+    logits: Tensor, targets: Tensor, *, smoothing: float, reduction: str = "sum"
+) -> Tensor:
     """Sum over the batch of the mean over the classes, of multi-label targets."""
     logits = at_least_float32(logits)
     spread = (1 - smoothing) * targets.to(logits) + smoothing / logits.shape[1]
-    losses = F.binary_cross_entropy_with_logits(logits, spread, reduction="sum")
-    return losses / logits.shape[1]
+    losses = F.binary_cross_entropy_with_logits(logits, spread, reduction=reduction)
+    return (losses if reduction == "sum" else losses.sum(dim=1)) / logits.shape[1]
+
+
+def user_loss(
+    function: Callable[..., Tensor], logits: Tensor, targets: Tensor, *, reduction: str = "sum"
+) -> Tensor:
+    """What a user's `function` of logits and targets returns, as of `smoothed_cross_entropy`."""
+    logits = at_least_float32(logits)
+    losses = function(logits, targets) if len(logits) else logits.sum(dim=1)
+    if not isinstance(losses, Tensor) or losses.shape != logits.shape[:1]:
+        found = f"a tensor {(*losses.shape,)}" if isinstance(losses, Tensor) else repr(losses)
+        wanted = f"one number an image, a tensor {(*logits.shape[:1],)}"
+        raise ConfigError(f"loss={name_of(function)} must return {wanted}, and returned {found}")
+    return losses.sum() if reduction == "sum" else losses
 
 
 @dataclass(frozen=True)
@@ -74,13 +94,13 @@ class ClassBalance:
         counts = self.counts.clamp(min=1).double()
         return counts / counts.sum()
 
-    def loss(self, logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+    def loss(self, logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
         """Summed loss; arguments as of `smoothed_cross_entropy`."""
         if self.kind == "loss":
-            return weighted_cross_entropy(logits, targets, self.weights, smoothing=smoothing)
+            return weighted_cross_entropy(logits, targets, self.weights, **options)
         if self.kind == "logit-adjust":
-            return logit_adjusted_cross_entropy(logits, targets, self.prior, smoothing=smoothing)
-        return smoothed_cross_entropy(logits, targets, smoothing=smoothing)
+            return logit_adjusted_cross_entropy(logits, targets, self.prior, **options)
+        return smoothed_cross_entropy(logits, targets, **options)
 
     def notes(self, classes: Sequence[str]) -> list[str]:
         """A note for the log before the first step, safe on a terminal."""
@@ -100,7 +120,7 @@ class ClassBalance:
 
 
 def weighted_cross_entropy(
-    logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float
+    logits: Tensor, targets: Tensor, weights: Tensor, *, smoothing: float, reduction: str = "sum"
 ) -> Tensor:
     """Sum of cross-entropies in which the share of a class weighs by `weights`, (classes,)."""
     logits = at_least_float32(logits)
@@ -109,11 +129,11 @@ def weighted_cross_entropy(
     losses = F.cross_entropy(
         logits, shares / whole.unsqueeze(1), label_smoothing=smoothing, reduction="none"
     )
-    return (losses * whole).sum()
+    return (losses * whole).sum() if reduction == "sum" else losses * whole
 
 
 def logit_adjusted_cross_entropy(
-    logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float
+    logits: Tensor, targets: Tensor, prior: Tensor, *, smoothing: float, reduction: str = "sum"
 ) -> Tensor:
     """Sum of cross-entropies of logits + log prior, (classes,), all above 0.
 
@@ -123,4 +143,4 @@ def logit_adjusted_cross_entropy(
     on_device = prior.to(targets, non_blocking=targets.is_cuda)
     shift = prior.log().to(logits, non_blocking=logits.is_cuda)
     spread = (1 - smoothing) * targets + smoothing * on_device
-    return smoothed_cross_entropy(logits + shift, spread, smoothing=0.0)
+    return smoothed_cross_entropy(logits + shift, spread, smoothing=0.0, reduction=reduction)

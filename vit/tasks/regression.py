@@ -33,6 +33,7 @@ from vit.evaluation.number_metrics import (
 from vit.evaluation.temperature_scaling import MIN_IMAGES, Scaling, fit_temperature, scale_logits
 from vit.number_answers import COVERAGE, NumberAnswers
 from vit.output.prediction_results import ImageOutput
+from vit.tasks.losses import user_loss
 from vit.tasks.task import Evaluation, Event, Tally, Task, TrainingRun, forward
 from vit.text import Notify, join_names, printable
 from vit.weights.saved_model import ANSWERS, INTERVALS, SCALING, update_run
@@ -105,7 +106,13 @@ class Regression(Task):
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
         outputs = forward(run, images, batch.sizes)
-        losses = self.losses(outputs, batch.labels, run.config.training.smoothing)
+        if (own := run.config.user_code.loss) is not None:
+            wanted = self.standardised(batch.labels).to(outputs, non_blocking=True)
+            losses = user_loss(own, outputs, wanted, reduction="none")
+        else:
+            losses = self.losses(outputs, batch.labels, run.config.training.smoothing)
+        if batch.weights is not None:
+            losses = losses * batch.weights.to(losses, non_blocking=True)
         return losses.sum().view(1)
 
     def losses(self, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:

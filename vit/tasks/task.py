@@ -231,7 +231,11 @@ class Task(ABC):
         """The transform of training images."""
         quick = config.data.decode == "fast"
         return TrainingTransform(
-            config.augment, preprocessing, fast_crop=quick, tile_count=config.data.tile_count
+            config.augment,
+            preprocessing,
+            fast_crop=quick,
+            tile_count=config.data.tile_count,
+            user_transform=config.user_code.transform,
         )
 
     def preview(

@@ -22,6 +22,7 @@ from typing import Any
 
 from vit.config import ModelConfig
 from vit.config.setting_layers import all_settings
+from vit.config.training_config import NO_PROBE
 from vit.data.preprocessing import Preprocessing
 from vit.errors import ConfigError, WeightsError
 from vit.training.finetune.finetune_settings import DEFAULTS
@@ -257,6 +258,8 @@ class Rules:
         """What to try, the preferred one first."""
         if self.chosen.get("method") is not None:
             return (str(self.chosen["method"]),)
+        if self.chosen.get("freeze_epochs"):
+            return ("full",)
         if not self.one_class:
             return ("full", "linear")
         steps = [n for n in self.chosen if "probe" in all_settings()[n].properties.unused_by]
@@ -372,7 +375,7 @@ def plan_after_pretraining(
             epochs, why = possible, "in a sensible time for so few; --epochs N sets others"
         plan.passes = plan.decide("epochs", epochs, why)
     why = "images of several classes: the small steps of fine-tuning"
-    if one_class:
+    if one_class and not any(map(plan.chosen.get, NO_PROBE)):
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
         why = f"{facts.labels:,} labels are few: a probe, then small steps from its head (LP-FT)"
     plan.decide("method", "full", why)
@@ -413,7 +416,7 @@ def method_reason(choice: WeightsChoice, facts: Facts, *, one_class: bool) -> st
 def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     """Length, batch, optimisation and augmentation of a training by steps."""
     facts, usual = plan.facts, DEFAULTS[choice.method]
-    if one_class:
+    if one_class and not any(map(plan.chosen.get, NO_PROBE)):
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
     decide_length(plan)
     batch = 32 if facts.images < 1200 else int(usual["batch_size"])

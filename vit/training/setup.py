@@ -97,7 +97,7 @@ def make_training(
     workers_for: Callable[[TrainingContext, Sequence[Sample]], int | None] | None = None,
 ) -> TrainingContext:
     """Build network, optimiser, moving average and schedule on their devices."""
-    training = config.training
+    training, real = config.training, epoch_steps is not None  # else it measures later steps
     epoch_steps = total_steps / training.epochs if epoch_steps is None else epoch_steps
     require_shardable(accelerator, config)
     network = make_network(config) if network is None else network
@@ -133,6 +133,7 @@ def make_training(
         cache=None if splits is None else splits.cache,
         failed={} if failed is None else failed,
         interruption=interruption or Interruption(),
+        frozen_steps=(training.freeze_epochs or 0) * round(epoch_steps) if real else 0,
     )
     if workers_for is not None and splits is not None:
         state.workers = workers_for(state, splits.train)
@@ -145,6 +146,7 @@ def fingerprint(splits: Splits) -> dict[str, Any]:
     for sample in (*splits.train, *splits.val):
         labels = sample.labels if splits.multilabel else [sample.label]
         names = [relative(sample.path, splits.root), ",".join(map(str, labels))]
+        names += [repr(sample.weight)] if sample.weight != 1 else []
         lines.append("\t".join([*names, *sample.captions, *map(repr, sample.numbers)]))
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
     return {"sha256": digest, "train": len(splits.train), "val": len(splits.val)}

@@ -7,7 +7,7 @@ settings + weights + data + devices -> resolve() -> final settings, splits
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from vit.config import Config
 from vit.config.collect_settings import call_settings
 from vit.config.setting_layers import Settings, default_run_folder, make_config, with_origins
 from vit.config.stored_config import stored_config
+from vit.config.user_code import UserCode
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
@@ -65,6 +67,7 @@ from vit.weights.load_model import describe_source, open_pretrained, preprocessi
 from vit.weights.resolve_source import locate_weights
 
 ECHO_SECONDS = 3.0
+NO_CODE = UserCode()
 
 
 def train(
@@ -77,6 +80,9 @@ def train(
     resumed_by: tuple[str, Path] | None = None,
     report: bool = True,
     claimed: Callable[[], None] | None = None,
+    callbacks: Sequence[Any] = (),
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    transform: Callable[[Tensor, torch.Generator], Tensor] | None = None,
     **settings: Any,
 ) -> TrainingResult:
     """Train a network, and write a run folder: `vit train`.
@@ -99,11 +105,17 @@ def train(
         report: Whether to choose thresholds and write report.html at the end.
         claimed: Called in the main process once nothing refuses the training any more and `out` is
             locked, before anything is written there.
+        callbacks: Objects with after_step(run, step), after_validation(run, scores) or
+            at_end(run, result); `run` is a vit.training.callbacks.CallbackRun.
+        loss: The training loss: (logits, targets), both (batch, classes) -> (batch,); targets are
+            shares of classes after MixUp and CutMix. Of numbers see docs/own-code.md.
+        transform: (image, generator) -> image, uint8 (3, height, width), after augmentation.
         settings: More settings by name, unless `config` is a Config.
 
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
+    code = UserCode(callbacks=tuple(callbacks), loss=loss, transform=transform)
     began = time.monotonic() if began is None else began
     config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     data = config.get("data")
@@ -121,7 +133,9 @@ def train(
     resumed = folder if on_main(accelerator, check) else None
     if resume and resumed is None:
         notify(f"note: no run in {printable(folder)} yet: starting one")
-    resolved = resolve(config, accelerator, resumed, began=began, listing=listing)
+    if resumed is not None:
+        code.require_same(resumed)
+    resolved = resolve(config, accelerator, resumed, began=began, listing=listing, code=code)
     config, splits = resolved.config, resolved.splits  # final, but for the end of a time budget
     resuming = config if resumed is not None else None
     stops = Interruption(
@@ -219,6 +233,7 @@ def resolve(
     *,
     began: float,
     listing: Listing | None = None,
+    code: UserCode = NO_CODE,
 ) -> ResolvedRun:
     """Complete the settings of a run from its plan, weights, data and devices, in this order."""
     notify = notifier(accelerator)
@@ -248,6 +263,7 @@ def resolve(
     note_many_tokens(config, accelerator, notify)
     if source is not None and "cache" not in config.settled:
         config = with_planned_cache(config, splits, accelerator)
+    config = config.with_user_code(code)
     splits = with_cache(config, splits, accelerator, notify)
     with translate_errors(config if resumed is not None else None):
         splits = with_teacher(config, splits, accelerator, notify, resumed)

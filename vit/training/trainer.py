@@ -20,6 +20,7 @@ from vit.data.transforms import TileFeatures
 from vit.errors import BadImage
 from vit.stop_signals import Interrupted
 from vit.text import format_bytes, plural, quoted
+from vit.training.callbacks import CallbackRun
 from vit.training.checkpoint.best_epoch_soup import BestEpochs, average_best_epochs
 from vit.training.checkpoint.checkpoint import CHECKPOINTS, CheckpointState, load_checkpoint
 from vit.training.checkpoint.checkpoint_writer import CheckpointWriter
@@ -39,6 +40,7 @@ from vit.training.lr_schedule import (
     learning_rate,
     total_steps,
 )
+from vit.training.optimizers import set_lr
 from vit.training.settings_from_data import encodes_tiles_once
 from vit.training.setup import fingerprint, preflight
 from vit.training.time_budget import TimeBudget, settle_steps
@@ -103,6 +105,7 @@ class Trainer:
         self.checkpoints = CheckpointWriter(
             run, folder, self.outputs, self.best, self.logger.metrics
         )
+        self.callbacks = CallbackRun(run, folder, self.logger)
         self.training = training_loader(run, splits.train)
         self.evaluation = evaluation_loader(run, splits.val)
 
@@ -141,8 +144,11 @@ class Trainer:
         """Continue from a checkpoint whose tensors are loaded."""
         state.require_same_data(self.data, remedy=train_on(self.folder))
         self.epoch, self.part = state.epoch, dict(state.part)
+        self.callbacks.stopped = str(self.part.pop("stopped", ""))
         self.checkpoints.resume(state)
         state.restore(self.run)
+        # callbacks may read that of the last step
+        set_lr(self.run.optimizer, self.run.lr_at(max(self.run.step - 1, 0)))
 
     def close(self) -> None:
         """Stop loader processes and close files."""
@@ -170,7 +176,8 @@ class Trainer:
                 self.save_first()
                 measured = self.validate(run, self.evaluation, len(self.splits.val), self.averaged)
             self.finish_epoch(measured, progress)
-            self.keep_to_time()
+            if not self.callbacks.stopped:
+                self.keep_to_time()
         self.checkpoints.wait()
         self.training.close()
         soup = self.average_best_checkpoints() if training.soup else None
@@ -187,7 +194,7 @@ class Trainer:
         if run.accelerator.is_main_process and self.report:
             epoch = self.best.first["epoch"]
             self.logger.new_source(finish_run(run, self.folder, self.splits, epoch=epoch))
-        return TrainingResult(
+        result = TrainingResult(
             folder=self.folder,
             classes=self.outputs,
             epoch=self.best.first["epoch"],
@@ -196,6 +203,8 @@ class Trainer:
             test_scores=tested,
             failed=run.failed,
         )
+        self.callbacks.call("at_end", result)
+        return result
 
     def encode_tiles(self) -> None:
         """Compute the features of all tiles, on which epochs then train and validate."""
@@ -260,7 +269,8 @@ class Trainer:
         """Make the remaining steps of the epoch."""
 
         def end() -> int:
-            return min((self.epoch + 1) * self.steps, self.total_steps)
+            last = min((self.epoch + 1) * self.steps, self.total_steps)
+            return min(last, run.step) if self.callbacks.stopped else last
 
         def after_step(seen: Step) -> None:
             self.after_step(seen)
@@ -292,6 +302,7 @@ class Trainer:
         self.part["loss_sum"] += seen.loss * seen.images
         self.part["images"] += seen.images
         self.logger.step(self.epoch, seen)
+        self.callbacks.call("after_step", seen)
         if line := self.remaining.step():
             self.logger.notify(line)
         often = self.run.config.run.checkpoint_steps
@@ -353,6 +364,7 @@ class Trainer:
         kept = self.best.add(event)
         self.part, self.epoch = {"images": 0, "loss_sum": 0.0}, self.epoch + 1
         self.logger.epoch(event, measured, best=self.best.first is event)
+        self.callbacks.call("after_validation", dict(event))
         self.save(kept=kept)
 
     @property
@@ -361,7 +373,9 @@ class Trainer:
         return None if self.run.average is None else self.run.average.state_dict()
 
     def stopped_early(self) -> bool:
-        """Whether the last `patience` epochs brought no improvement."""
+        """Whether a callback stopped it, or the last `patience` epochs brought no improvement."""
+        if self.callbacks.stopped and not self.part["images"]:  # else its epoch is to be measured
+            return True
         patience = self.run.config.training.patience
         over = (
             patience is not None
@@ -404,4 +418,6 @@ class Trainer:
 
     def save(self, *, kept: bool = False) -> None:
         """Write a checkpoint, and the weights of the epoch that ended if they are `kept`."""
-        self.checkpoints.save(epoch=self.epoch, part=self.part, data=self.data, kept=kept)
+        why = self.callbacks.stopped
+        part = {**self.part, "stopped": why} if why else self.part
+        self.checkpoints.save(epoch=self.epoch, part=part, data=self.data, kept=kept)

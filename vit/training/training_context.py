@@ -57,6 +57,8 @@ class TrainingContext:
     """Features of the tiles of all images, if the encoder is frozen."""
     workers: int | None = None
     """Measured number of loader processes; None if the setting `workers` is given."""
+    frozen_steps: int = 0
+    """First steps, in which only the head is trained."""
     step: int = 0
     skipped: int = 0
     """Steps whose gradient was not finite, in this process."""

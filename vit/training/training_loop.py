@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
 from vit.errors import RunError
+from vit.model.normalization import BatchNorm
 from vit.model.patch_embed import FlexiblePatchEmbedding
 from vit.stop_signals import Interruption
 from vit.training.distributed.collectives import all_reduce, widest_float
 from vit.training.distributed.fsdp import full_tensor, is_sharded
+from vit.training.finetune.lora import HEAD
 from vit.training.logging.training_progress import Progress, notifier
 from vit.training.moe_losses import router_losses
 from vit.training.optimizers import set_lr
@@ -44,7 +46,7 @@ def train_one_epoch(
 ) -> None:
     """Make optimiser steps from `batches` until `run.step` is `end()`, which is called before every
     step."""
-    run.model.train()
+    set_training_mode(run)
     while run.step < end():
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(run.config.data.micro_batches)]
@@ -72,6 +74,9 @@ def train_one_step(
             losses = forward_losses(run, batch, epoch, micro_batch=index)
             backward(run, losses)
         loss_sums[: len(losses)] += losses.detach()
+    if run.step < run.frozen_steps:
+        for parameter in backbone_of(run):
+            parameter.grad = None  # which no optimiser moves
     grad_norm = clip_gradients(run)
     failed = [bad for batch in micro_batches for bad in batch.failed]
     images = sum(len(batch.labels) for batch in micro_batches)
@@ -90,6 +95,24 @@ def train_one_step(
         run.average.update(run.step)
     run.step += 1
     return step
+
+
+def set_training_mode(run: TrainingContext) -> None:
+    """Training mode; in `frozen_steps` not of batch norms, and without gradients of the backbone,
+    which wrappers of several processes wait for."""
+    frozen = run.step < run.frozen_steps
+    if run.frozen_steps and run.processes == 1 and not is_sharded(run.accelerator):
+        for parameter in backbone_of(run):
+            parameter.requires_grad_(not frozen)
+    run.model.train()
+    for module in run.network.modules():
+        if frozen and isinstance(module, BatchNorm):
+            module.eval()
+
+
+def backbone_of(run: TrainingContext) -> list[nn.Parameter]:
+    """The parameters of all but the head, decoder and pooling of tiles."""
+    return [each for name, each in run.network.named_parameters() if not name.startswith(HEAD)]
 
 
 def step_over_processes(

@@ -100,6 +100,8 @@ class DatasetSpec:
     """Whether training images that `label_list` does not label are kept: a teacher labels them."""
     columns: tuple[str, ...] = ()
     """More columns of a list to read, into `ImageRecord.cells`."""
+    weight_column: str | None = None
+    """One of `columns`, with the weights of images."""
     order: tuple[str, ...] = ()
     """The classes in their order, or BY_NUMBER; sorted by name without."""
     taxonomy: str | None = None
@@ -149,6 +151,8 @@ class DatasetSpec:
             exclude=data.exclude,
             corrections=data.corrections,
             label_list=data.labels,
+            columns=(data.weight_column,) if data.weight_column else (),
+            weight_column=data.weight_column,
             order=data.order,
             taxonomy=data.taxonomy,
             finds_groups=data.group == "auto",

@@ -164,6 +164,9 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
     group = find_column(names, spec.group) if spec.group else ""
     split = match_name(names, (SPLIT_COLUMN,))
     more_columns = tuple(find_column(names, column) for column in spec.columns)
+    for column, found in zip(spec.columns, more_columns, strict=True):
+        if column == spec.weight_column and not found:
+            raise no_column("weight_column", column, others, path, line)
     used = {image, *captions, label, split, group, *more_columns, *numbers}
     unused = [name.strip() or "one without a name" for name in names if name not in used]
     unused = [*dict.fromkeys(unused)]

@@ -80,13 +80,13 @@ READERS: dict[str, Callable[[DatasetSpec], DatasetIndex]] = {
     "folder": read_folder,
 }
 """By source; the last also reads built-in sets, and refuses what is not there."""
-OF_LISTS = ("allow_outside", "images", "image_column", "label_column")
+OF_LISTS = ("weight_column", "allow_outside", "images", "image_column", "label_column")
 """Settings of lists only; a table of the hub has columns too."""
 
 
 def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
     """Index the images of a source of this kind, of the splits that are needed."""
-    refused = {"list": (), "hub": OF_LISTS[:2]}.get(source, OF_LISTS)
+    refused = {"list": (), "hub": OF_LISTS[:3]}.get(source, OF_LISTS)
     for name in (*refused, "numbers") if source != "list" else ():
         if (value := getattr(spec, name)) not in (None, False, ()):
             text = f"{name}={value!r}" if name != "numbers" else f"target={','.join(value)}"
@@ -378,9 +378,12 @@ def open_splits(
             "or of their groups"
         )
     unlabelled = _samples(unlike, classes, index, spec)
+    learned = _samples(train, classes, index, spec)
+    if not any(sample.weight for sample in learned):
+        raise DataError(f"weight_column={spec.weight_column}: all training images weigh 0")
     return Splits(
         classes=classes,
-        train=(*_samples(train, classes, index, spec), *unlabelled),
+        train=(*learned, *unlabelled),
         val=_samples(val, classes, index, spec),
         notes=tuple(dict.fromkeys(notes)),
         made=held_out,
@@ -690,9 +693,26 @@ def _samples(
             if index.multilabel
             else (),
             numbers=target_numbers(records[position]),
+            weight=_weight(records[position], spec),
         )
         for label, _, position in ordered
     )
+
+
+def _weight(record: ImageRecord, spec: DatasetSpec) -> float:
+    """The weight of an image; 1 without `spec.weight_column`."""
+    if spec.weight_column is None or not record.cells:
+        return 1.0
+    cell = record.cells[spec.columns.index(spec.weight_column)]
+    try:
+        weight = float(cell)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        where = printable(locate_in_lists(spec, [record.path]).get(record.path, record.path))
+        found = f"{spec.weight_column} is {cell!r}" if cell else f"no {spec.weight_column}"
+        raise DataError(f"{where}: {found}; expected a number of 0 or more")
+    return weight
 
 
 def _target_classes(index: DatasetIndex) -> tuple[tuple[str, ...], ...]:

@@ -24,6 +24,7 @@ from vit.atomic_files import explain_write_errors
 from vit.errors import DataError, RunError, WeightsError
 from vit.text import Notify
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
+from vit.training.finetune.lora import HEAD
 from vit.training.training_context import TrainingContext
 from vit.weights.safetensors_io import read_tensors, write_tensors
 
@@ -285,7 +286,8 @@ def _restore_optimizer(
         parameter, key = name.rsplit("/", 1)
         state.setdefault(parameter, {})[key] = value
     mine = _group_settings(optimizer)
-    fits = state.keys() in ({*names}, set()) and len(snapshot.groups) == len(mine)
+    head = {name for name in names if name.startswith(HEAD)}  # in `freeze_epochs`
+    fits = state.keys() in ({*names}, head, set()) and len(snapshot.groups) == len(mine)
     for theirs, ours in zip(snapshot.groups, mine, strict=False):
         # either may have more settings: versions of torch differ in them
         fits = fits and (

@@ -29,6 +29,7 @@ from vit.config.stored_config import (
     stored_config,
     write_paths,
 )
+from vit.config.user_code import USER_CODE_FILE
 from vit.data.dataset_types import Splits
 from vit.data.sources.scene_groups import write_groups
 from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
@@ -49,7 +50,7 @@ TEACHER_FILE, TEACHER_ANSWERS = "teacher.safetensors", "answers"
 FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
-    *(DISTANCE_FILE, REFERENCE_FILE, PATHS_FILE, SUMMARY_FILE, GROUPS_FILE),
+    *(DISTANCE_FILE, REFERENCE_FILE, PATHS_FILE, SUMMARY_FILE, GROUPS_FILE, USER_CODE_FILE),
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"
@@ -243,6 +244,8 @@ def write_new_run(folder: Path, config: Config, splits: Splits) -> None:
         delete_run(folder)
         write_config(folder, config)
         write_paths(folder, config)
+    if code := config.user_code.record():
+        write_text(folder / USER_CODE_FILE, json.dumps(code, indent=1) + "\n")
     if splits.groups:
         write_groups(folder, splits.groups)
     if splits.made:

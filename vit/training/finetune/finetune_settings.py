@@ -20,6 +20,7 @@ from vit.config.presets import preset
 from vit.config.setting_layers import all_settings, flatten, make_config, with_effect
 from vit.config.settings import refuse, why_unread
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
+from vit.config.training_config import NO_PROBE
 from vit.data.dataset_types import Splits
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.split_file import HeldOutSplit, read_split
@@ -91,6 +92,7 @@ def complete_for_weights(
     found |= caption_settings(config, source, method)
     found["method"] = method
     usual_first = config.finetune.method is None and config.training.single_label
+    usual_first = usual_first and not any(map(chosen.get, NO_PROBE))
     found["probe_first"] = usual_first if first is None else first
     check_unused_settings(config, method, usual={**flatten(make_config({})), **found})
     found["license"] = source.license

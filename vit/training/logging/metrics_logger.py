@@ -119,7 +119,7 @@ class MetricsLogger:
         }
         if self.run.config.model.feedforward == "moe":
             event |= dict(zip(("balance_loss", "router_z_loss"), step.routers, strict=True))
-        self._write(event)
+        self.write(event)
 
     def epoch_event(
         self, epoch: int, train_loss: float, measured: Validation, progress: Progress
@@ -173,7 +173,7 @@ class MetricsLogger:
         kept = {name: x for name, x in measured.scores.items() if name.startswith("val_")}
         scores = {name.replace("val_", "test_", 1): x for name, x in kept.items()}
         event = {"event": "test", "step": self.run.step, "test_images": measured.count, **scores}
-        self._write(event)
+        self.write(event)
         self.notify(self.run.task.format_test(event))
 
     def new_source(self, scores: dict[str, Any] | None) -> None:
@@ -205,13 +205,14 @@ class MetricsLogger:
 
     def _write_measured(self, event: dict[str, Any]) -> None:
         """Write an event with scores, and summary.json, which `vit runs` reads."""
-        self._write(event)
+        self.write(event)
         self.measured.append(event)
         if self.main:
             facts = summarize_run(self.measured, flatten(self.run.config), self.folder)
             write_text(self.folder / SUMMARY_FILE, json.dumps(facts) + "\n")
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def write(self, event: dict[str, Any]) -> None:
+        """Write an event, and send it to the tracker."""
         if self.metrics is not None:
             self.metrics.write(event)
         if self.tracking is not None:

@@ -173,6 +173,10 @@ def values_of(event: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of an event as trackers show them: `train/loss`, `val/top1`, `soup/top1`."""
     values = {}
     for key, value in event.items():
+        if event["event"] == "callback":
+            if isinstance(value, int | float) and key != "step":
+                values[f"{event['callback']}/{key}"] = float(value)
+            continue
         split, _, score = key.partition("_")
         if isinstance(value, int | float) and key in OF_TRAINING:
             values[f"train/{key}"] = float(value)
