@@ -91,3 +91,17 @@ def test_groups_that_a_user_names_are_new_sources(rooms, tiny_config, tmp_path):
     found = scores["new_source"]
     assert found["top1"] == pytest.approx(scores["top1"])
     assert (found["images"], found["sources"], found["by"]) == (150, 5, "group")
+
+
+@pytest.mark.auto_precision
+def test_folds_have_whole_sources(rooms, tiny_config, tmp_path):
+    settings = {"data": str(rooms), **SHORT, "folds": 3}
+    vit.cross_validate(tiny_config(**settings), tmp_path / "folds")
+    rooms_of = []
+    for fold in (1, 2, 3):
+        run = tmp_path / "folds" / f"fold-{fold}"
+        held = json.loads((run / "split.json").read_text())["val"]
+        rooms_of.append({name.split("/")[1].split("_")[0] for name in held})
+        found = vit.evaluate(run, str(rooms), device="cpu")["new_source"]
+        assert (found["images"], found["sources"], found["by"]) == (120, 4, "file name")
+    assert len(set.union(*rooms_of)) == sum(map(len, rooms_of)) == ROOMS

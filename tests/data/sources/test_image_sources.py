@@ -10,8 +10,10 @@ from vit.data.image_io import Origin
 from vit.data.sources.image_sources import (
     background,
     find_sources,
+    fit_folds,
     hold_out_sources,
     new_images,
+    shared_notes,
     with_copies,
 )
 
@@ -117,6 +119,27 @@ def test_images_of_sources_that_were_not_trained_on_are_new():
     backgrounds = red | dict.fromkeys(val[150:], blue)
     assert new_images(train, val, {}, backgrounds) == dict.fromkeys(val[150:], "background")
     assert new_images(train, val[:100], {}, backgrounds) == {}
+
+
+def test_folds_are_of_whole_sources_where_all_classes_are_of_enough():
+    images = records(PLAIN)
+    sources = {one.path: f"camera: {at % 5}" for at, one in enumerate(images)}
+    assert fit_folds(images, sources, 5)
+    assert not fit_folds(images, sources, 6)
+    uneven = {
+        path: name if at < 40 else "camera: 0" for at, (path, name) in enumerate(sources.items())
+    }
+    assert not fit_folds(images, uneven, 3)
+    assert not fit_folds(images, {}, 2)
+
+
+def test_validation_images_of_trained_sources_are_counted():
+    sources = {"t0": "camera: A", "v0": "camera: A", "v1": "camera: B"}
+    (note,) = shared_notes(["t0", "t1"], ["v0", "v1", "v2"], sources)
+    assert note.startswith(
+        "1 of 3 validation images are of sources of the training images (by camera)"
+    )
+    assert shared_notes(["t1"], ["v0"], sources) == []
 
 
 def test_the_background_is_the_histogram_of_the_border():

@@ -20,6 +20,7 @@ import numpy as np
 from vit.data.dataset_types import ImageRecord
 from vit.data.image_archives import relative
 from vit.data.random_seed import random_seed
+from vit.text import plural
 
 if TYPE_CHECKING:
     from vit.data.image_io import Origin
@@ -35,6 +36,8 @@ MIN_NEW = 30
 """Validation images from which on an accuracy on new sources is measured."""
 UNLIKE = 0.25
 """Share of the validation images that stand for new sources by their background."""
+LARGEST = 1.5
+"""Largest size of a source, in folds."""
 BACKGROUND = "background"
 """The source of these images."""
 SHADES = 6
@@ -147,6 +150,22 @@ def hold_out_sources(
     return found if len(found) >= MIN_NEW else set()
 
 
+def fit_folds(records: Sequence[ImageRecord], sources: Mapping[str, str], folds: int) -> bool:
+    """Whether folds can be made of whole sources: each class is of as many, and none is too large.
+
+    Args:
+        sources: Path -> source, as of `with_copies`.
+    """
+    images = Counter(sources.get(record.path, "") for record in records)
+    by_class = defaultdict[str, set[str]](set)
+    for record in records:
+        for label in record.labels:
+            by_class[label].add(sources.get(record.path, ""))
+    largest = max(images.values(), default=0)
+    few = any(len(names - {""}) < folds for names in by_class.values())
+    return not few and largest <= LARGEST * len(records) / folds
+
+
 def new_images(
     train: Collection[str],
     val: Collection[str],
@@ -176,6 +195,27 @@ def new_images(
     nearest = [float((learned @ backgrounds[path].astype(np.float32)).max()) for path in measured]
     order = sorted(range(len(measured)), key=lambda at: (nearest[at], measured[at]))
     return {measured[at]: BACKGROUND for at in sorted(order[:count])}
+
+
+def shared_notes(
+    train: Collection[str], val: Collection[str], sources: Mapping[str, str]
+) -> list[str]:
+    """A note about validation images of the data that are of sources that were trained on.
+
+    Args:
+        train, val: Paths of images.
+        sources: Path -> source.
+    """
+    known = {sources[path] for path in train if path in sources}
+    shared = sum(sources.get(path) in known for path in val)
+    if not shared:
+        return []
+    by = next(iter(known)).partition(":")[0]
+    return [
+        f"{shared:,} of {plural(len(val), 'validation image')} are of sources of the training "
+        f"images (by {by}): top-1 is for more images of these; give the training images alone, and "
+        "some sources are held out"
+    ]
 
 
 def background(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float16]]:

@@ -50,7 +50,7 @@ from vit.data.sources.file_walk import IMAGE_SUFFIXES, UNSUPPORTED_SUFFIXES, Fol
 from vit.data.sources.huggingface_datasets import read_dataset
 from vit.data.sources.image_folder import read_folder
 from vit.data.sources.image_list import images_in, lines_of, read_lists, text_columns
-from vit.data.sources.image_sources import new_images, with_copies
+from vit.data.sources.image_sources import new_images, shared_notes, with_copies
 from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
@@ -367,6 +367,8 @@ def open_splits(
         seen, measured = (images, test) if test else (train, val)
         parts = _by_labels(seen), _by_labels(measured)
         notes += [*equal_notes(*parts, str(index.root), identical), *scenes.leak_notes(*parts)]
+        if own and not held_out:
+            notes += shared_notes([one.path for one in train], [one.path for one in val], sources)
     if not new or not new.keys() <= sources.keys():
         sources = {}  # which nothing was measured by
     unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)

@@ -24,7 +24,7 @@ from vit.data.dataset_types import DatasetIndex, ImageRecord, ImagesByClass
 from vit.data.image_archives import relative
 from vit.data.random_seed import random_seed
 from vit.data.sources.dataset_spec import TEST, DatasetSpec, validation_split
-from vit.data.sources.image_sources import hold_out_sources
+from vit.data.sources.image_sources import fit_folds, hold_out_sources
 from vit.errors import ConfigError, DataError
 from vit.text import join_names, nearest, plural, printable
 
@@ -82,7 +82,10 @@ def split_train_val(
             "images alone as DATA"
         )
     if fold is not None:
-        return _split_units(train, index, spec, copies, val_share=val_share, seed=seed, fold=fold)
+        fitting = sources if fit_folds(train, sources, fold.total) else {}
+        return _split_units(
+            train, index, spec, copies, fitting, val_share=val_share, seed=seed, fold=fold
+        )
     other = own or TEST
     val, notes = index.splits.get(other, []), []
     if val and spec.group is not None:
@@ -348,7 +351,7 @@ def _split_share(
                 f"held out none of class {join_names(single)}, which has only one image, or copies"
             )
         return train, val, notes
-    return _split_units(records, index, spec, copies, val_share=val_share, seed=seed, fold=None)
+    return _split_units(records, index, spec, copies, {}, val_share=val_share, seed=seed, fold=None)
 
 
 def _split_units(
@@ -356,12 +359,17 @@ def _split_units(
     index: DatasetIndex,
     spec: DatasetSpec,
     copies: Copies,
+    sources: Mapping[str, str],
     *,
     val_share: float,
     seed: int,
     fold: Fold | None,
 ) -> TrainValSplit:
-    groups = None if spec.group is None else groups_of_records(records, index, spec.group)
+    groups = None
+    if spec.group is not None:
+        groups = groups_of_records(records, index, spec.group)
+    elif sources:
+        groups = [sources.get(record.path, "") for record in records]
     names = [relative(record.path, index.root) for record in records]
     shares: tuple[float, ...] = (1 - val_share, val_share)
     val_part = 1
@@ -387,8 +395,11 @@ def _split_units(
         absent_note = "this fold has no validation images of class {}"
         if TEST in index.splits:
             notes.append("left out test: no fold sees it; measure on it at the end")
-    if groups is not None:
-        notes += group_notes(groups, spec.group or "", column=index.has_groups)
+    if groups is not None and spec.group is not None:
+        notes += group_notes(groups, spec.group, column=index.has_groups)
+    elif groups is not None:
+        number = plural(len({*groups} - {""}), "source")
+        notes.append(f"{number}, each in one fold: the folds measure new sources")
     _check_learnable(train, val, spec)
     if absent := [printable(label) for label in sorted(_labels(records) - _labels(val))]:
         notes.append(absent_note.format(join_names(absent)))
