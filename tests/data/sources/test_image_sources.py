@@ -94,8 +94,8 @@ def test_whole_sources_are_held_out_and_half_of_each_class_stays(seed):
 
 def test_copies_are_of_the_source_of_the_first():
     sources = {"a": "A", "b": "B", "c": "C", "d": "D"}
-    copies = {"b": "set", "a": "set", "0": "other", "c": "other"}
-    assert with_copies(sources, copies) == {"a": "A", "b": "A", "d": "D"}
+    copies = {"b": "set", "a": "set", "0": "other", "c": "other", "d": "last", "e": "last"}
+    assert with_copies(sources, copies) == {"a": "A", "b": "A", "d": "D", "e": "D"}
 
 
 def test_the_smallest_of_large_sources_is_held_out():

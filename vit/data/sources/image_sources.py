@@ -110,7 +110,7 @@ def with_copies(sources: Mapping[str, str], copies: Mapping[str, str]) -> dict[s
     first: dict[str, str] = {}
     for path in sorted(copies):
         first.setdefault(copies[path], sources.get(path, ""))
-    found = {path: first[copies[path]] if path in copies else own for path, own in sources.items()}
+    found = {**sources, **{path: first[name] for path, name in copies.items()}}
     return {path: own for path, own in found.items() if own}
 
 
