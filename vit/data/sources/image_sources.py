@@ -44,6 +44,8 @@ SHADES = 6
 """Of each channel, in the histogram of a background."""
 BORDER = 12
 """The border of an image is one part in so many of its shorter side."""
+CHUNK = 256
+"""Images that are compared with all others at a time."""
 
 
 def find_sources(
@@ -191,8 +193,13 @@ def new_images(
     count = round(UNLIKE * len(measured))
     if count < MIN_NEW or not seen:
         return {}
-    learned = np.stack([backgrounds[path] for path in seen]).astype(np.float32)
-    nearest = [float((learned @ backgrounds[path].astype(np.float32)).max()) for path in measured]
+    learned, others = (
+        np.stack([backgrounds[path] for path in paths]).astype(np.float32)
+        for paths in (seen, measured)
+    )
+    nearest = np.concatenate(
+        [(others[at : at + CHUNK] @ learned.T).max(axis=1) for at in range(0, len(others), CHUNK)]
+    ).tolist()
     order = sorted(range(len(measured)), key=lambda at: (nearest[at], measured[at]))
     return {measured[at]: BACKGROUND for at in sorted(order[:count])}
 
