@@ -42,7 +42,7 @@ def test_a_training_reports_top1_of_sources_that_it_has_not_seen(
     whole = [room for room, images in Counter(rooms_of.values()).items() if images == 30]
     assert len(whole) == 2  # a fifth of the images; the rest is of all others
     assert {*rooms_of.values()} == {f"room{number}" for number in range(ROOMS)}
-    assert "all 60 of 2 sources (by file name: room" in log
+    assert "all 60 of 2 sources (by file name, such as room" in log
     assert "new sources: top-1" in log
     assert "--sets holds for images of new sources too" in log
     with (run / "groups.csv").open() as file:

@@ -337,10 +337,12 @@ def _split_share(
         rounded = any(name and len(paths) * share < 0.5 for name, paths in images.items())
         note = f"no validation {index.split_kind}: held out {plural(len(held_out), 'image')}, "
         if whole:
-            names = sorted({sources[path] for path in whole if path in sources})
+            names = sorted({sources[path] for path in whole})
+            kind, _, first = names[0].partition(": ")
             note += (
-                f"all {len(whole):,} of {plural(len(names), 'source')} (by {join_names(names, 3)}) "
-                f"to measure new sources by, and {share:.0%} of {strata} of the others"
+                f"all {len(whole):,} of {plural(len(names), 'source')} (by {kind}, such as "
+                f"{printable(first)}) to measure new sources by, and {share:.0%} of {strata} of "
+                "the others"
             )
         else:
             note += f"{share:.0%} of {strata}"
