@@ -116,7 +116,8 @@ def test_the_score_of_an_export_is_r2(run):
     random = np.random.default_rng(0)
     true, noise = random.normal(size=(2, 30, 2))
     samples = [Sample("a.png", -1, numbers=tuple(row)) for row in true.tolist()]
-    task, outputs = Regression(), true + 0.3 * noise
+    scale = (("a", "b"), ("", ""), (0.0, 0.0), (1.0, 1.0), (False, False))
+    task, outputs = Regression(NumberAnswers(*scale)), true + 0.3 * noise
     assert task.score(outputs, samples) == pytest.approx(r2_score(true, outputs))
     assert task.score(true[::-1].copy(), samples) == 0.0
 
