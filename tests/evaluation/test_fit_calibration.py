@@ -160,7 +160,7 @@ def test_sets_hold_for_new_sources_as_far_as_these_prove_it():
     logits[images] += 2 * torch.randn(100, 4, generator=random)  # harder
     plain, apart = (
         fit_calibration(logits, labels, new=new)
-        for new in (None, NewSources(images, 0.7, 50.0, 5, "camera"))
+        for new in (None, NewSources(images, 0.7, 0.8, 50.0, 5, "camera"))
     )
     assert plain is not None
     assert apart is not None

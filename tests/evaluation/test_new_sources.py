@@ -85,3 +85,30 @@ def test_the_interval_holds_the_accuracy_on_as_many_other_sources(held_out, size
         low, high = found["top1_interval"]
         inside.append(low <= other.mean() <= high)
     assert 0.9 <= np.mean(inside) <= 0.98
+
+
+def test_right_answers_of_one_source_are_not_certain():
+    (low, high) = scores([True] * 30, ["camera: A"] * 30, [True] * 30)["top1_interval"]
+    assert (low < 0.3, high) == (True, 1.0)
+
+
+def test_sources_of_one_image_each_are_images():
+    names = [f"group: {at}" for at in range(100)]
+    found = scores([at < 80 for at in range(100)], names, [True] * 100)
+    assert found["known_top1"] is None
+    np.testing.assert_allclose(found["top1_interval"], wilson_interval(80, 100), atol=0.01)
+
+
+def test_what_is_expected_is_a_share():
+    right = [False] * 30 + ([False] * 12 + [True] * 8) + [True] * 180
+    names = ["camera: new"] * 30 + [f"camera: {at // 20}" for at in range(200)]
+    found = scores(right, names, [True] * 30 + [False] * 200)
+    low, high = found["top1_interval"]
+    assert 0 <= low <= found["top1"] <= high <= 1
+
+
+def test_backgrounds_stand_for_new_sources_beside_known_ones():
+    names = ["background"] * 40 + ["camera: A"] * 60
+    found = scores([True] * 70 + [False] * 30, names, [True] * 40 + [False] * 60)
+    assert (found["top1"], found["sources"], found["by"]) == (1.0, 0, "background")
+    assert found["known_top1"] == 0.5

@@ -430,3 +430,12 @@ def test_what_a_plan_chose_gives_way_to_the_code_and_what_a_person_chose_does_no
         )
         with pytest.raises(ConfigError, match=f"{name}={value!r}: does not work with"):
             chosen.with_user_code(UserCode(loss=focal, transform=noise))
+
+
+def test_a_lambda_is_the_same_in_another_call():
+    first = UserCode(loss=lambda logits, targets: (logits * targets).sum(dim=1)).record()
+    # in another statement
+    again = [UserCode(callbacks=(), loss=lambda logits, targets: (logits * targets).sum(dim=1))]
+    other = UserCode(loss=lambda logits, targets: (logits * targets).sum(dim=0)).record()
+    assert [one["source"] for one in again[0].record()] == [one["source"] for one in first]
+    assert other[0]["source"] != first[0]["source"]

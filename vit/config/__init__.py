@@ -165,7 +165,8 @@ class Config:
         for what, rules in beside:
             for name, accepted in rules.items():
                 if (values[name] in accepted) == isinstance(accepted, Other):
-                    refuse(name, values[name], f"does not work with {what}; leave it out")
+                    remedy = "give full" if name == "method" else "leave it out"
+                    refuse(name, values[name], f"does not work with {what}; {remedy}")
 
     def _check_start_size(self) -> None:
         start, patch_size = self.training.start_image_size, self.model.patch_size

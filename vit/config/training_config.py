@@ -167,8 +167,8 @@ class TrainingConfig(Section):
         if self.time is None and (self.warmup_epochs or 0) >= self.epochs:
             remedy = "lower it, such as --warmup-epochs 0, or train longer"
             self.refuse("warmup_epochs", f"must be less than epochs={self.epochs}; {remedy}")
-
-        if (self.freeze_epochs or 0) >= self.epochs:
+        timed = self.time is not None or self.steps is not None  # which choose the epochs later
+        if not timed and (self.freeze_epochs or 0) >= self.epochs:
             self.refuse("freeze_epochs", f"must be less than epochs={self.epochs}")
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import LambdaType
 from typing import Any
 
 from vit.errors import ConfigError
@@ -85,11 +86,16 @@ def name_of(code: Any) -> str:
 
 
 def describe(code: Any) -> dict[str, str]:
-    """Name and source of a function, or of the class of an object, and its `repr`."""
+    """Name and source of a function, or of the class of an object, and its `repr`; of a lambda,
+    whose lines are those of the call around it, what it is compiled to."""
+    named = _named(code)
     try:
-        source = inspect.getsource(_named(code))
+        source = inspect.getsource(named)
     except (OSError, TypeError):  # typed at a prompt, or compiled
         source = ""
+    if isinstance(named, LambdaType) and named.__name__ == "<lambda>":
+        compiled = named.__code__
+        source = f"{compiled.co_code.hex()} {compiled.co_names} {compiled.co_consts}"
     value = re.sub(r" at 0x\w+", "", repr(code))
     return {"name": name_of(code), "value": value, "source": source}
 

@@ -250,9 +250,9 @@ def read_origin(path: PathLike | EncodedImage) -> Origin:
             exif = image.getexif()  # type: ignore[union-attr]
             details = exif.get_ifd(ExifTags.IFD.Exif)
             names = exif.get(ExifTags.Base.Make), exif.get(ExifTags.Base.Model)
-            camera = " ".join(
-                str(one) for one in (*names, details.get(ExifTags.Base.BodySerialNumber)) if one
-            )
+            parts = (*names, details.get(ExifTags.Base.BodySerialNumber))
+            camera = " ".join(str(one).replace("\0", " ") for one in parts if one)
+            camera = " ".join(camera.split())
             time = str(details[ExifTags.Base.DateTimeOriginal])
             taken = datetime.strptime(time, "%Y:%m:%d %H:%M:%S").replace(tzinfo=timezone.utc)
             fraction = int(details.get(ExifTags.Base.SubsecTimeOriginal, 0))

@@ -106,12 +106,16 @@ def metric_rows(scores: Mapping[str, Any]) -> list[MetricRow]:
 def describe_new_sources(scores: Mapping[str, Any]) -> str:
     """The accuracy on new sources, as `vit.evaluation.new_sources` measures it, in words."""
     low, high = map(percent, scores["top1_interval"])
-    found = f"new sources: top-1 {percent(scores['top1'])} (95 % interval: {low} to {high})"
+    known = scores["known_top1"]
+    others = "" if known is None else f"; of the others {percent(known)}"
+    found = (
+        f"new sources: top-1 {percent(scores['top1'])} expected (95 % interval: {low} to {high})"
+    )
     images = plural(scores["images"], "image")
-    if not scores["sources"]:
-        return (
-            f"{found} of the {images} whose background is least like that of any training image; "
-            "nothing in the files tells sources apart"
-        )
-    sources = plural(scores["sources"], "source")
-    return f"{found} of {images} of {sources} (by {scores['by']}) that were not trained on"
+    if scores["sources"]:
+        sources = f"{plural(scores['sources'], 'source')} (by {scores['by']})"
+        return f"{found}, from {images} of {sources} that were not trained on{others}"
+    return (
+        f"{found}, from the {images} whose background is least like that of any training image, "
+        f"since nothing in the files tells new sources apart{others}"
+    )

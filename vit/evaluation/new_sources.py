@@ -11,14 +11,16 @@ of others is exponential, MEAN_LOSS on average, and with d as the one that was s
 is v0 + v1, the expectation is
 
     E  = mean of a normal distribution of mean d - (v0 + v1) / MEAN_LOSS above 0
-    p* = p1 + v1 / (v0 + v1) (d - E)
+    p* = p1 + v1 / (v0 + v1) (d - E), in [0, 1]
 
 Of few sources much of d is chance: p* is nearer to what a set of other sources gives than p1
 (benchmarks/new_sources.py). Its interval is Wilson's of n' = p* (1 - p*) / v* (z / q)² images, with
 the variance v* of p* and of as many other sources, and Student's quantile q. The fewer sources, the
 wider it is.
 
-t² is pooled over both kinds of sources, numerators and denominators:
+In v, p is (hits + 1) / (n + 2), since right answers alone are not certain. Of one source, with
+nothing known of others, n' is 1. t² is pooled over both kinds of sources, numerators and
+denominators; sources of one image each are independent images, and have none:
 
     t² = max(0, sum_g n_g (p_g - p)² - (G - 1) w)  /  (n - sum_g n_g² / n)
     w  = sum_g n_g p_g (1 - p_g) / (n - G)         variance within sources
@@ -53,6 +55,8 @@ class NewSources(NamedTuple):
     """Which of the images they are, (images,), bool."""
     share: float
     """Share of right answers that is expected of new sources."""
+    known: float | None
+    """Share of right answers for the other images; None without."""
     effective: float
     """Number of independent images whose share is as certain."""
     sources: int
@@ -64,6 +68,7 @@ class NewSources(NamedTuple):
         """Plain numbers that JSON takes."""
         return {
             "top1": self.share,
+            "known_top1": self.known,
             "top1_interval": [*wilson_interval(self.share * self.effective, self.effective)],
             "images": int(self.images.sum()),
             "sources": self.sources,
@@ -93,22 +98,32 @@ def measure_new_sources(
     spread, weight, degrees = found.tolist()
     between = max(0.0, spread) / weight if weight > 0 else 0.0
     share, images = float(hits[is_new].double().mean()), int(is_new.sum())
+    rest = answered & ~is_new
+    before = float(hits[rest].double().mean()) if bool(rest.any()) else None
     source = next(name for name, one in zip(sources, is_new.tolist(), strict=True) if one)
     if source == BACKGROUND:
-        return NewSources(is_new, share, images, 0, BACKGROUND)
+        return NewSources(is_new, share, before, images, 0, BACKGROUND)
+    number = len({*groups[is_new].tolist()})
     others = between * _concentration(groups[is_new])  # of as many other sources
-    variance = share * (1 - share) / images + others
+    variance = _noise(hits[is_new]) + others
     if bool(known.any()):
-        before = float(hits[known].double().mean())
-        certainty = before * (1 - before) / int(known.sum())
-        certainty += between * _concentration(groups[known])
-        share, variance = _expected(before, certainty, share, variance)
-    noise, effective = share * (1 - share), float(images)
-    if noise and variance:
+        certainty = _noise(hits[known]) + between * _concentration(groups[known])
+        p0 = float(hits[known].double().mean())
+        share, variance = _expected(p0, certainty, share, variance)
+    noise = share * (1 - share)
+    effective = float(images if noise else number)
+    if not degrees:
+        effective = float(number)
+    elif noise:
         quantile = Z95 / student_quantile(degrees)
         effective = min(noise / (variance + others) * quantile**2, images)
-    number = len({*groups[is_new].tolist()})
-    return NewSources(is_new, share, effective, number, source.partition(":")[0])
+    return NewSources(is_new, share, before, effective, number, source.partition(":")[0])
+
+
+def _noise(hits: Tensor) -> float:
+    """Variance of a share of right answers, of independent images."""
+    share = (float(hits.sum()) + 1) / (len(hits) + 2)
+    return share * (1 - share) / len(hits)
 
 
 def _concentration(groups: Tensor) -> float:
@@ -119,8 +134,6 @@ def _concentration(groups: Tensor) -> float:
 def _expected(p0: float, v0: float, p1: float, v1: float) -> tuple[float, float]:
     """p* and its variance; see the module."""
     total, seen = v0 + v1, p0 - p1
-    if not total:
-        return p1, 0.0
     normal, deviation = NormalDist(), math.sqrt(total)
     limit = (total / MEAN_LOSS - seen) / deviation
     if limit > FAR:  # of the tail, which is exponential there
@@ -130,7 +143,8 @@ def _expected(p0: float, v0: float, p1: float, v1: float) -> tuple[float, float]
         expected = deviation * (slope - limit)
         spread = total * (1 + limit * slope - slope**2)
     weight = v1 / total
-    return p1 + weight * (seen - expected), v0 * weight + weight**2 * spread
+    mean = min(max(p1 + weight * (seen - expected), 0.0), 1.0)
+    return mean, v0 * weight + weight**2 * spread
 
 
 def _spread(hits: Tensor, groups: Tensor) -> tuple[float, float, int]:
@@ -139,6 +153,8 @@ def _spread(hits: Tensor, groups: Tensor) -> tuple[float, float, int]:
     present = counts > 0
     counts, means = counts[present], groups.bincount(hits.double())[present] / counts[present]
     images, degrees = len(hits), len(counts) - 1
-    within = float((counts * means * (1 - means)).sum()) / max(images - len(counts), 1)
+    if images == len(counts):
+        return 0.0, 0.0, degrees
+    within = float((counts * means * (1 - means)).sum()) / (images - len(counts))
     squares = float((counts * (means - hits.double().mean()).square()).sum())
     return squares - degrees * within, images - float(counts.square().sum()) / images, degrees

@@ -55,7 +55,7 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "table", "angle
 """Last parts of the names of tensors that are no parameters."""
 COMMON_FOLDERS = {"train", "training", "images", "data"}
 """Last parts of paths that need the one before."""
-NEW_SOURCE = ("top1", "top1_interval", "images", "sources", "by")
+NEW_SOURCE = ("top1", "known_top1", "top1_interval", "images", "sources", "by")
 """What `vit.evaluation.new_sources` measures."""
 MAX_HEADER_BYTES = 100_000_000
 
@@ -459,7 +459,8 @@ def summarize_run(
     if chosen is None or best is None:
         return {}
     last, patience = epochs[-1], settings.get("patience")
-    measured = [event for event in events if event["event"] == "new_source"]
+    later = events[1 + max(place for place, one in enumerate(events) if one is last) :]
+    measured = [event for event in later if event["event"] == "new_source"]
     new_source = {k: v for k, v in measured[-1].items() if k in NEW_SOURCE} if measured else None
     metric, images = ranking_metric(last), last.get("val_images")
     score = float(chosen[metric])

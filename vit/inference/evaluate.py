@@ -31,7 +31,7 @@ from vit.config.settings import split_settings
 from vit.config.stored_config import stored_config
 from vit.data.corruptions import CORRUPTIONS, SEVERITIES, Corruption
 from vit.data.dataset_types import NO_LABEL, Sample
-from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
+from vit.data.sources.dataset_spec import VAL_NAMES, DatasetSpec, as_dataset_spec
 from vit.data.sources.image_list import list_rows
 from vit.data.sources.list_files import is_list
 from vit.data.sources.open_dataset import ImageSources, image_groups, image_sources
@@ -130,6 +130,9 @@ def evaluate(
         )
     paths = [sample.path for sample in samples]
     groups = image_groups(full_spec, paths)
+    # of groups that are named now, nothing is known
+    is_held_out = full_spec.split in VAL_NAMES and source.group is None
+    is_held_out = is_held_out and predictor.task.metric == "val_top1"
     passes = 1 + config.corruptions * len(CORRUPTIONS) * len(SEVERITIES)
     measured = partial(
         measure,
@@ -140,7 +143,7 @@ def evaluate(
         where=spec.data,
         columns=column_cells(full_spec, config.slice),
         groups=groups,
-        sources=image_sources(full_spec, paths) if predictor.task.metric == "val_top1" else None,
+        sources=image_sources(full_spec, paths) if is_held_out else None,
     )
     if style is None:
         scores = measured()

@@ -17,6 +17,7 @@ from vit.config import Config
 from vit.config.stored_config import run_folder_of
 from vit.data.dataset import Batch
 from vit.data.dataset_types import NO_LABEL, Sample, Splits, has_multilabel
+from vit.data.sources.open_dataset import GROUP
 from vit.errors import ConfigError, DataError, VitError
 from vit.evaluation.classification_metrics import (
     CalibratedOutcomes,
@@ -131,14 +132,16 @@ class Classification(Task):
                 f"{'is' if few == 1 else 'are'} {few}"
             )
         groups = found.calibration_groups(run.notify)
-        new = run.new_sources  # groups that a user named have levels of their own
+        new = run.new_sources
+        if new is not None and (not new.sources or new.by == GROUP):  # groups have their own levels
+            new = None
         fitted = fit_calibration(
             found.logits,
             found.labels,
             fitted=found.temperature,
             distances=found.distances,
             groups=groups,
-            new=new if new is not None and run.splits.groups.sources else None,
+            new=new,
             **self.calibration_settings(run.splits.classes),
         )
         if fitted is not None:

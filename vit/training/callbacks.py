@@ -3,10 +3,12 @@
 All processes call them with the same numbers; one of them writes their lines and events.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 from vit.config.user_code import name_of
+from vit.errors import ConfigError
 from vit.text import printable
 from vit.training.distributed.collectives import gather_lists
 from vit.training.logging.metrics_logger import MetricsLogger
@@ -30,8 +32,10 @@ class CallbackRun:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.context, name)
 
-    def log(self, **values: float | str | None) -> None:
-        """Add an event with `values` to metrics.jsonl; trackers get its numbers."""
+    def log(self, **values: Any) -> None:
+        """Add an event with `values`, texts and numbers, to metrics.jsonl; trackers get its
+        numbers. Tensors and arrays of one number are numbers, and those not finite are null."""
+        values = {name: _plain(value) for name, value in values.items()}
         event = {"event": "callback", "callback": name_of(self.callback), "step": self.step}
         self.logger.write({**event, **values, **event})
 
@@ -57,3 +61,13 @@ class CallbackRun:
         self.stopped = next(iter(gather_lists([self.stopped] if self.stopped else [])), "")
         if self.stopped and not had:
             self.notify(f"note: stopping after step {self.step}: {self.stopped}")
+
+
+def _plain(value: Any) -> float | str | None:
+    """A value as JSON has it."""
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise ConfigError(f"run.log takes numbers and texts, not {value!r}")

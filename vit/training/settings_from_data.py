@@ -36,7 +36,11 @@ from vit.tasks.task import Task, get_task
 from vit.text import Notify, join_names, plural, printable
 from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
-from vit.training.finetune.finetune_settings import complete_for_added_classes, seen_images_note
+from vit.training.finetune.finetune_settings import (
+    complete_for_added_classes,
+    run_of,
+    seen_images_note,
+)
 from vit.weights.formats.pretrained import Pretrained
 
 THREADS = 8
@@ -140,6 +144,9 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
     """Returns what finds the groups of images: the main process, or the record of a resumed run."""
     if resumed is not None:
         return recorded_groups(resumed)
+    before = run_of(config.finetune.weights or "")
+    if before and os.path.realpath(before[1].data.data) == os.path.realpath(config.data.data):
+        return recorded_groups(before[0])  # what it held out stays unseen
     limit = config.training.seconds
     seconds = None if limit is None else limit * SCENES_SHARE
 

@@ -99,6 +99,11 @@ def make_training(
     """Build network, optimiser, moving average and schedule on their devices."""
     training, real = config.training, epoch_steps is not None  # else it measures later steps
     epoch_steps = total_steps / training.epochs if epoch_steps is None else epoch_steps
+    frozen_steps = (training.freeze_epochs or 0) * round(epoch_steps) if real else 0
+    if 0 < total_steps <= frozen_steps:
+        training.refuse(
+            "freeze_epochs", f"leaves none of the {total_steps:,} steps to the backbone"
+        )
     require_shardable(accelerator, config)
     network = make_network(config) if network is None else network
     network.to(accelerator.device)
@@ -133,7 +138,7 @@ def make_training(
         cache=None if splits is None else splits.cache,
         failed={} if failed is None else failed,
         interruption=interruption or Interruption(),
-        frozen_steps=(training.freeze_epochs or 0) * round(epoch_steps) if real else 0,
+        frozen_steps=frozen_steps,
     )
     if workers_for is not None and splits is not None:
         state.workers = workers_for(state, splits.train)

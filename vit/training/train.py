@@ -115,6 +115,8 @@ def train(
     Raises:
         VitError: An error that the user can fix; the message has the remedy.
     """
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks={callbacks!r}: give a list of objects")
     code = UserCode(callbacks=tuple(callbacks), loss=loss, transform=transform)
     began = time.monotonic() if began is None else began
     config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)

@@ -236,7 +236,10 @@ class Trainer:
         if budget is None or not isinstance(rate, WarmupStableDecay):
             return
         (began, first), now = self.settled, time.monotonic()
-        if step < rate.start:  # all until the cooldown is one measurement
+        if step <= run.frozen_steps:  # whose steps are cheaper
+            self.settled = (now, step)
+        first_measured = max(rate.start, run.frozen_steps + 1)
+        if step < first_measured:  # all until the cooldown is one measurement
             return
         self.settled = (now, step)
         if not first < step < self.total_steps:

@@ -92,6 +92,33 @@ def test_whole_sources_are_held_out_and_half_of_each_class_stays(seed):
     assert hold_out_sources(images, sources, share=0.9, seed=seed) == set()
 
 
+def test_folders_of_splits_and_shards_are_no_sources(tmp_path):
+    images = [
+        ImageRecord(f"/data/{part}/{name}/room{at % 5}/{at}.png", (name,))
+        for part in ("train", "val")
+        for name in ("cat", "dog")
+        for at in range(50)
+    ]
+    found = find_sources(images, ROOT, origins(images))
+    assert {*found.values()} == {f"folder: room{number}" for number in range(5)}
+    shards = [tmp_path / f"{number}.tar" for number in range(5)]
+    for shard in shards:
+        shard.touch()
+    images = [
+        ImageRecord(f"{shards[at % 5]}/{name}/{chr(97 + at // 26)}{chr(97 + at % 26)}.png", (name,))
+        for name in ("cat", "dog")
+        for at in range(100)
+    ]
+    assert find_sources(images, tmp_path, origins(images)) == {}
+
+
+def test_a_small_source_does_not_keep_a_large_one_from_being_held_out():
+    images = records(f"{('cat', 'dog')[at % 2]}/{at}.png" for at in range(966))
+    sources = {one.path: f"source {at // 160}" for at, one in enumerate(images)}
+    held = hold_out_sources(images, sources, share=0.1, seed=0)
+    assert len(held) == 160
+
+
 def test_copies_are_of_the_source_of_the_first():
     sources = {"a": "A", "b": "B", "c": "C", "d": "D"}
     copies = {"b": "set", "a": "set", "0": "other", "c": "other", "d": "last", "e": "last"}

@@ -8,6 +8,7 @@ from vit.data.dataset_types import ImageGroups, ImageRecord
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups, open_splits
 from vit.data.sources.scene_groups import FoundGroups, read_groups, recorded_groups, write_groups
+from vit.data.sources.train_val_split import Fold
 from vit.errors import RunError
 from vit.paths import GROUPS_FILE
 
@@ -109,3 +110,22 @@ def test_the_record_of_a_run_finds_its_groups(tmp_path):
     (tmp_path / GROUPS_FILE).write_text("picture,group\na,b\n")
     with pytest.raises(RunError, match="is damaged"):
         read_groups(tmp_path)
+
+
+@pytest.mark.parametrize("fold", [None, Fold(2, 5)])
+def test_a_record_gives_the_split_where_nothing_new_was_measured(make_tree, tmp_path, fold):
+    data = make_tree({f"data/{name}": 60 for name in ("cat", "dog")}) / "data"
+
+    def find(records, _root):
+        cameras = {one.path: f"camera: {int(Path(one.path).stem) % 10}" for one in records}
+        return FoundGroups([], cameras)
+
+    spec = DatasetSpec(str(data), finds_groups=True)
+    settings = {"val_share": 0.2, "seed": 0, "fold": fold}
+    splits = open_splits(spec, **settings, find_groups=find)
+    assert not splits.groups.new  # fewer than 30 images
+    write_groups(tmp_path, splits.groups)
+    again = open_splits(spec, **settings, find_groups=recorded_groups(tmp_path))
+    assert (again.train, again.val) == (splits.train, splits.val)
+    if fold is not None:
+        assert any("10 sources, each in one fold" in note for note in splits.notes)

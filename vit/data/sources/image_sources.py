@@ -9,6 +9,7 @@ background is least like that of any training image stands for them.
 """
 
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vit.data.dataset_types import ImageRecord
-from vit.data.image_archives import relative
+from vit.data.image_archives import relative, split_address
 from vit.data.random_seed import random_seed
+from vit.data.sources.dataset_spec import SPLIT_NAMES
 from vit.text import plural
 
 if TYPE_CHECKING:
@@ -65,8 +67,12 @@ def find_sources(
         return f"{origin.camera} {taken:%Y-%m-%d}"
 
     def folder(record: ImageRecord) -> str:
+        if split_address(record.path) is not None:  # shards are no sources
+            return ""
         parts = PurePath(relative(record.path, root)).parent.parts
-        return "/".join(part for part in parts if part not in record.labels)
+        parts = parts[parts[:1] in [(name,) for name in SPLIT_NAMES] :]
+        classes = {unicodedata.normalize("NFC", label) for label in record.labels}
+        return "/".join(part for part in parts if unicodedata.normalize("NFC", part) not in classes)
 
     def file_name(record: ImageRecord) -> str:
         match = re.fullmatch(r"(.*?)\d+\D*", PurePath(record.path).stem)
@@ -92,7 +98,8 @@ def _are_sources(found: Mapping[str, str], records: Sequence[ImageRecord]) -> bo
     classes = defaultdict[str, set[str]](set)
     for record in records:
         if record.path in found:
-            classes[found[record.path]].update(record.labels)
+            own = (unicodedata.normalize("NFC", label) for label in record.labels)
+            classes[found[record.path]].update(own)
     large = {name: number for name, number in images.items() if number >= MIN_IMAGES}
     mixed = sum(number for name, number in large.items() if len(classes[name]) > 1)
     return (
@@ -122,7 +129,8 @@ def hold_out_sources(
     """Paths of all images of some sources, about `share` of the images; empty if none fit.
 
     Sources are taken in a random order while they fit. At least half of the images of each class
-    stay. If all are larger than `share`, the smallest is taken, of up to twice that.
+    stay. If these have fewer than MIN_NEW images, the smallest source that has as many is taken
+    in their place, of up to twice the share.
 
     Args:
         sources: Path -> source, as of `with_copies`.
@@ -132,24 +140,20 @@ def hold_out_sources(
         if record.path in sources:
             members[sources[record.path]].append(record)
     total = Counter(label for record in records for label in record.labels)
-    held = Counter[str]()
-    chosen: list[str] = []
 
-    def take(names: Sequence[str], most: float) -> None:
+    def fitting(names: Sequence[str], most: float) -> set[str]:
+        held, found = Counter[str](), set[str]()
         for name in names:
             labels = held + Counter(label for one in members[name] for label in one.labels)
-            images = len(members[name]) + sum(len(members[other]) for other in chosen)
-            few = all(2 * number <= total[label] for label, number in labels.items())
-            if few and images <= most * len(records):
-                chosen.append(name)
-                held.update(label for one in members[name] for label in one.labels)
+            learned = all(2 * number <= total[label] for label, number in labels.items())
+            if learned and len(found) + len(members[name]) <= most * len(records):
+                held = labels
+                found.update(one.path for one in members[name])
+        return found if len(found) >= MIN_NEW else set()
 
     order = sorted(members, key=lambda name: random_seed(seed, "source", name))
-    take(order, share)
-    if not chosen:
-        take(sorted(order, key=lambda name: len(members[name]))[:1], 2 * share)
-    found = {one.path for name in chosen for one in members[name]}
-    return found if len(found) >= MIN_NEW else set()
+    large = sorted((len(members[name]), name) for name in order if len(members[name]) >= MIN_NEW)
+    return fitting(order, share) or fitting([name for _, name in large[:1]], 2 * share)
 
 
 def fit_folds(records: Sequence[ImageRecord], sources: Mapping[str, str], folds: int) -> bool:

@@ -150,6 +150,10 @@ def image_groups(spec: DatasetSpec, paths: Sequence[str]) -> list[str] | None:
     return [found.get(path, "") for path in paths]
 
 
+GROUP = "group"
+"""What tells sources apart where a user names the groups."""
+
+
 class ImageSources(NamedTuple):
     """The sources of some images; `image_sources`."""
 
@@ -167,13 +171,13 @@ def image_sources(spec: DatasetSpec, paths: Sequence[str]) -> ImageSources | Non
     if spec.group is not None:
         names = image_groups(spec, paths) or []
         return ImageSources(
-            [f"group: {name}" if name else "" for name in names], [*map(bool, names)]
+            [f"{GROUP}: {name}" if name else "" for name in names], [*map(bool, names)]
         )
     if not spec.groups.new:
         return None
     root = read_source(spec).root
     own = [relative(path, root) for path in paths]
-    sources = [spec.groups.sources.get(name, spec.groups.new.get(name, "")) for name in own]
+    sources = [spec.groups.new.get(name) or spec.groups.sources.get(name, "") for name in own]
     return ImageSources(sources, [name in spec.groups.new for name in own])
 
 
@@ -333,7 +337,8 @@ def open_splits(
             searched = find_groups([*by_path.values()], index.root)
             scenes, found = Scenes.of(searched, records), searched or found
     copies = name_copies([*(identical or ()), *scenes.kept], index.root)
-    exclusive = bool(classes) and not index.multilabel and not index.target_classes
+    exclusive = bool(classes) and not (index.multilabel or index.target_classes or index.unlabelled)
+    exclusive = exclusive and not (spec.order or spec.captions)  # of which top-1 is not the score
     sources = with_copies(found.sources, copies) if exclusive else {}
     train, val, more = split_train_val(
         index,
@@ -369,8 +374,6 @@ def open_splits(
         notes += [*equal_notes(*parts, str(index.root), identical), *scenes.leak_notes(*parts)]
         if own and not held_out:
             notes += shared_notes([one.path for one in train], [one.path for one in val], sources)
-    if not new or not new.keys() <= sources.keys():
-        sources = {}  # which nothing was measured by
     unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
     if unlike:
         notes.append(f"{plural(len(unlike), 'image')} without a label: the teacher labels them")
@@ -380,8 +383,8 @@ def open_splits(
             "or of their groups"
         )
     unlabelled = _samples(unlike, classes, index, spec)
-    learned = _samples(train, classes, index, spec)
-    if not any(sample.weight for sample in learned):
+    learned = _samples(train, classes, index, spec, weighted=True)
+    if spec.weight_column is not None and not any(sample.weight for sample in learned):
         raise DataError(f"weight_column={spec.weight_column}: all training images weigh 0")
     return Splits(
         classes=classes,
@@ -663,11 +666,17 @@ def _by_labels(records: Iterable[ImageRecord]) -> ImagesByClass:
 
 
 def _samples(
-    records: Sequence[ImageRecord], classes: Sequence[str], index: DatasetIndex, spec: DatasetSpec
+    records: Sequence[ImageRecord],
+    classes: Sequence[str],
+    index: DatasetIndex,
+    spec: DatasetSpec,
+    *,
+    weighted: bool = False,
 ) -> tuple[Sample, ...]:
     """Samples in order of class and name; multi-label and captioned ones in order of name.
 
-    The order does not depend on the source, so the same images give the same training.
+    The order does not depend on the source, so the same images give the same training. Only those
+    that are `weighted`, the training images, have the weights of their column.
     """
     class_index = {name: number for number, name in enumerate(classes)}
     if spec.captions:
@@ -695,7 +704,7 @@ def _samples(
             if index.multilabel
             else (),
             numbers=target_numbers(records[position]),
-            weight=_weight(records[position], spec),
+            weight=_weight(records[position], spec) if weighted else 1.0,
         )
         for label, _, position in ordered
     )

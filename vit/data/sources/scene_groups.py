@@ -54,8 +54,8 @@ class Scenes:
     def of(cls, found: FoundGroups | None, records: Iterable[ImageRecord]) -> "Scenes":
         """The scenes `found` among `records`, but for those that are most of a class."""
         if found is None:
-            note = "images of one scene were not looked for: it takes more than 10 % of --time"
-            return cls(notes=[f"{note}; --group none or more time"])
+            note = "scenes and sources of images were not looked for: it takes more than 10 % of"
+            return cls(notes=[f"{note} --time; --group none or more time"])
         labels = {record.path: record.labels for record in records}
         total = Counter(label for names in labels.values() for label in names)
 
@@ -100,7 +100,7 @@ class Scenes:
 def write_groups(run: Path, groups: ImageGroups) -> None:
     """Record groups by the names of images, which need not be UTF-8, in a run folder."""
     lines = StringIO()
-    table = csv.writer(lines, lineterminator="\n")
+    table = csv.writer(lines, lineterminator="\n", quoting=csv.QUOTE_ALL)
     columns = (groups.scenes, groups.sources, groups.new)
     names = {name for column in columns for name in column}
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]

@@ -325,7 +325,7 @@ def _split_share(
         strata = "each class" if classes else "all"
         whole = hold_out_sources(records, sources, share=val_share / 2, seed=seed)
         others = [record for record in records if record.path not in whole]
-        share = val_share / 2 if whole else val_share
+        share = max(val_share - len(whole) / len(records), val_share / 2)
         images: ImagesByClass = {}
         pairs = zip(others, _strata(others, share), strict=True)
         for record, (stratum, *_) in sorted(pairs, key=lambda pair: pair[1]):
@@ -347,7 +347,8 @@ def _split_share(
         else:
             note += f"{share:.0%} of {strata}"
         notes = [note + (", and one where that rounds to none" if rounded else "")]
-        single = [printable(n) for n, paths in val_images.items() if n in classes and not paths]
+        absent = [name for name, paths in val_images.items() if name in classes and not paths]
+        single = [printable(name) for name in absent if name not in _labels(val)]
         if single:
             notes.append(
                 f"held out none of class {join_names(single)}, which has only one image, or copies"
