@@ -105,3 +105,14 @@ def test_folds_have_whole_sources(rooms, tiny_config, tmp_path):
         found = vit.evaluate(run, str(rooms), device="cpu")["new_source"]
         assert (found["images"], found["sources"], found["by"]) == (120, 4, "file name")
     assert len(set.union(*rooms_of)) == sum(map(len, rooms_of)) == ROOMS
+
+
+@pytest.mark.auto_precision
+def test_what_the_weights_have_not_seen_stays_unseen(rooms, tiny_config, tmp_path):
+    settings = {"data": str(rooms), **SHORT, "val_share": 0.4}
+    first = train(tiny_config(**settings, group=None), tmp_path / "first").folder
+    second = vit.train(
+        str(rooms), str(tmp_path / "second"), weights=str(first), epochs=1, device="cpu", workers=0
+    ).folder
+    held = [json.loads((run / "split.json").read_text())["val"] for run in (first, second)]
+    assert held[0] == held[1]

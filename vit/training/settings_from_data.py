@@ -144,9 +144,11 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
     """Returns what finds the groups of images: the main process, or the record of a resumed run."""
     if resumed is not None:
         return recorded_groups(resumed)
-    before = run_of(config.finetune.weights or "")
-    if before and os.path.realpath(before[1].data.data) == os.path.realpath(config.data.data):
-        return recorded_groups(before[0])  # what it held out stays unseen
+    if config.finetune.weights is not None and (before := run_of(config.finetune.weights)):
+        run, old = before
+        same = os.path.realpath(old.data.data) == os.path.realpath(config.data.data)
+        if same and not old.training.pretrains:
+            return recorded_groups(run)  # what it held out stays unseen
     limit = config.training.seconds
     seconds = None if limit is None else limit * SCENES_SHARE
 
