@@ -291,11 +291,14 @@ if sys.argv[1] == "torch fails":
         raise RuntimeError("can't create new thread at interpreter shutdown")
     MicroBatchLoader.stop_workers = fail
 if sys.argv[1] == "fork":
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         os.close(2)  # where multiprocessing complains of a plain fork
         sys.exit(0)
-    assert os.wait()[1] == 0
-    assert sum(len(batch.images) for batch in passes[0]) == len(samples) - 2
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, status
+    left = sum(len(batch.images) for batch in passes[0])
+    assert left == len(samples) - 2, left
 print("left")
 """
 
