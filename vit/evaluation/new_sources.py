@@ -18,9 +18,10 @@ Of few sources much of d is chance: p* is nearer to what a set of other sources 
 the variance v* of p* and of as many other sources, and Student's quantile q. The fewer sources, the
 wider it is.
 
-In v, p is (hits + 1) / (n + 2), since right answers alone are not certain. Of one source, with
-nothing known of others, n' is 1. t² is pooled over both kinds of sources, numerators and
-denominators; sources of one image each are independent images, and have none:
+Of images that stand for new sources by their background, each is a source. In v, p is (hits + 1) /
+(n + 2), since right answers alone are not certain. Of one source, with nothing known of others, n'
+is 1. t² is pooled over both kinds of sources, numerators and denominators; sources of one image
+each are independent images, and have none:
 
     t² = max(0, sum_g n_g (p_g - p)² - (G - 1) w)  /  (n - sum_g n_g² / n)
     w  = sum_g n_g p_g (1 - p_g) / (n - G)         variance within sources
@@ -89,20 +90,21 @@ def measure_new_sources(
     hits = torch.tensor([bool(hit) for hit in right])
     answered = torch.tensor([hit is not None for hit in right])
     is_new = answered & torch.tensor(new, dtype=torch.bool)
-    known = answered & ~is_new & torch.tensor([bool(name) for name in sources])
     if int(is_new.sum()) < MIN_NEW:
         return None
-    groups = number_groups(sources)
+    source = next(name for name, one in zip(sources, is_new.tolist(), strict=True) if one)
+    by, rest = source.partition(":")[0], answered & ~is_new
+    if by == BACKGROUND:  # both parts are independent images
+        groups, known = torch.arange(len(hits)), rest
+    else:
+        groups = number_groups(sources)
+        known = rest & torch.tensor([bool(name) for name in sources])
     parts = [part for part in (is_new, known) if bool(part.any())]
     found = torch.tensor([_spread(hits[part], groups[part]) for part in parts]).double().sum(dim=0)
     spread, weight, degrees = found.tolist()
     between = max(0.0, spread) / weight if weight > 0 else 0.0
     share, images = float(hits[is_new].double().mean()), int(is_new.sum())
-    rest = answered & ~is_new
     before = float(hits[rest].double().mean()) if bool(rest.any()) else None
-    source = next(name for name, one in zip(sources, is_new.tolist(), strict=True) if one)
-    if source == BACKGROUND:
-        return NewSources(is_new, share, before, images, 0, BACKGROUND)
     number = len({*groups[is_new].tolist()})
     others = between * _concentration(groups[is_new])  # of as many other sources
     variance = _noise(hits[is_new]) + others
@@ -117,7 +119,7 @@ def measure_new_sources(
     elif noise:
         quantile = Z95 / student_quantile(degrees)
         effective = min(noise / (variance + others) * quantile**2, images)
-    return NewSources(is_new, share, before, effective, number, source.partition(":")[0])
+    return NewSources(is_new, share, before, effective, 0 if by == BACKGROUND else number, by)
 
 
 def _noise(hits: Tensor) -> float:
