@@ -153,7 +153,8 @@ def test_only_images_unlike_the_training_images_are_unknown_if_nothing_is_proven
     calibration = fitted.calibration
     assert not calibration.rejects
     assert describe_calibration(fitted)[2].endswith(
-        "all images but those unlike the training images"
+        "all images but those unlike the training images, as 1% of images like the validation "
+        "images are taken to be"
     )
     check_selection(calibration, reject=True, sets=None)
     assert calibration.reject_reason(0.34, calibration.farthest) is None
@@ -162,6 +163,20 @@ def test_only_images_unlike_the_training_images_are_unknown_if_nothing_is_proven
     alone = fit_calibration(logits, labels).calibration
     with pytest.raises(ConfigError, match=r"right for 80% of the answers"):
         check_selection(alone, reject=True, sets=None)
+
+
+def test_few_images_reject_by_distance_and_prove_what_they_can():
+    logits, labels = torch.eye(2).repeat(15, 1)[:28] * 8, (torch.arange(28) % 2)
+    for images, proven, alarms in ((12, False, "8%"), (28, True, None)):
+        distances = torch.arange(images).double()
+        fitted = fit_calibration(logits[:images], labels[:images], distances=distances)
+        calibration, lines = fitted.calibration, describe_calibration(fitted)
+        assert not calibration.scales
+        assert f"takes 50 validation images, and there are {images}" in lines[0]
+        assert calibration.farthest == images - 1
+        assert calibration.rejects == proven
+        assert alarms is None or f"as {alarms} of images like" in lines[2]
+        check_selection(calibration, reject=True, sets=0.9)
 
 
 def test_the_largest_distance_is_that_of_a_new_group_where_groups_are_enough():

@@ -38,7 +38,7 @@ def run(finished, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("images", "held_out", "chosen"), [(3999, 500, 3999), (45_000, 500, 2046), (45_000, 98, 0)]
+    ("images", "held_out", "chosen"), [(3999, 500, 3999), (45_000, 12, 2046), (45_000, 1, 0)]
 )
 def test_distances_are_measured_from_some_of_the_training_images(images, held_out, chosen):
     train, val = (
@@ -85,8 +85,7 @@ def test_the_report_has_the_slices_of_evaluate(run, colour_data, monkeypatch):
 
 @pytest.fixture
 def few_images_calibrate(monkeypatch):
-    for module in ("evaluation.temperature_scaling", "training.final_report"):
-        monkeypatch.setattr(f"vit.{module}.MIN_IMAGES", 10)
+    monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 10)
 
 
 @pytest.mark.usefixtures("few_images_calibrate")
@@ -105,7 +104,6 @@ def test_raw_scores_that_are_kept_are_not_called_calibrated(tiny_config, tmp_pat
 def test_the_end_of_a_training_calibrates_the_scores(
     tiny_config, colour_data, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("vit.training.final_report.MIN_DISTANCES", 10)
     monkeypatch.setattr("vit.evaluation.fit_calibration.FALSE_ALARMS", 0.1)
     settings = tiny_config(epochs=2, ema=0.0, mixup=0.0)
     run = train(settings, tmp_path / "run").folder

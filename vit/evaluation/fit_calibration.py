@@ -55,6 +55,7 @@ from vit.evaluation.selective_prediction import (
 )
 from vit.evaluation.temperature_scaling import (
     FOLDS,
+    MIN_IMAGES,
     FittedTemperature,
     fit_temperature,
     fold_numbers,
@@ -76,8 +77,8 @@ NEW_SOURCE_ERROR = 0.15
 """Probability that sets cover fewer images of new sources, over draws of the sources."""
 SIZED = 0.9
 """Coverage of the sets whose size a calibration tells."""
-MIN_DISTANCES = 99
-"""Images, or groups, from which on a distance can be stated that this share exceeds."""
+MIN_DISTANCES = 2
+"""Held-out images from which on distances are measured."""
 
 
 class FittedCalibration(NamedTuple):
@@ -118,8 +119,8 @@ def fit_calibration(
         fitted: What it returns for them, if it was called before.
         distances: Of the images from those of training, (images,), of a single-label network. They
             give a largest one, which FALSE_ALARMS of images like these exceed (of a new group, from
-            99 groups on); the threshold is of the images that do not, of nodes of all, as these
-            are answers without `reject` too.
+            99 groups on; with n < 99 images 1 of n + 1); the threshold is of the images that do
+            not, of nodes of all, as these are answers without `reject` too.
         target_precision: Share of the answers that has to be right; None: the highest of
             TARGET_PRECISIONS that these images prove, of as many `target_classes` as possible.
         target_classes: Indices of classes whose answers keep this share each on its own, by name;
@@ -151,8 +152,8 @@ def fit_calibration(
     farthest = None
     if distances is not None:  # of a new group, if there are enough of them
         levels = [set_levels(distances, [1 - FALSE_ALARMS], which)[0] for which in (groups, None)]
-        farthest = levels[1] if levels[0] is None else levels[0]
-    if distances is not None and farthest is not None and tree is None:
+        farthest = next((one for one in levels if one is not None), float(distances.max()))
+    if distances is not None and tree is None:
         confidences = torch.where(distances <= farthest, confidences, -1.0)
     named = target_classes or {}
     parts = [answers == index for index in named.values()]
@@ -325,13 +326,22 @@ def _fit_multilabel(
 def describe_calibration(fitted: FittedCalibration) -> list[str]:
     """Log lines about a calibration."""
     calibration, temperature = fitted.calibration, fitted.temperature
-    lines = [
-        f"calibration: temperature {calibration.temperature:.3f}, exponent "
-        f"{calibration.exponent:.3f}; loss of held-out images {temperature.loss_before:.4f} "
-        f"before, {temperature.loss_after:.4f} after"
-        if temperature.loss_after < temperature.loss_before
-        else "calibration: raw scores are kept, since no temperature is better on held-out images"
-    ]
+    if temperature.loss_after < temperature.loss_before:
+        first = (
+            f"calibration: temperature {calibration.temperature:.3f}, exponent "
+            f"{calibration.exponent:.3f}; loss of held-out images {temperature.loss_before:.4f} "
+            f"before, {temperature.loss_after:.4f} after"
+        )
+    elif calibration.images < MIN_IMAGES:
+        first = (
+            "note: scores are not calibrated, and may be far from the share that is right: that "
+            f"takes {MIN_IMAGES} validation images, and there are {calibration.images}"
+        )
+    else:
+        first = (
+            "calibration: raw scores are kept, since no temperature is better on held-out images"
+        )
+    lines = [first]
     target, thresholds = calibration.target_precision, calibration.class_thresholds
     if target is None:
         return lines
@@ -366,7 +376,11 @@ def describe_calibration(fitted: FittedCalibration) -> list[str]:
         more = f"; vit calibrate --target-precision gives more: {', '.join(lower)}" if lower else ""
         lines.append(f"--reject answers {calibration.answered:.1%} of these images{more}")
     elif calibration.farthest is not None:
-        lines.append(f"--reject answers all images but those {UNLIKE}")
+        alarms = max(FALSE_ALARMS, 1 / (calibration.images + 1))
+        lines.append(
+            f"--reject answers all images but those {UNLIKE}, as {alarms:.0%} of images like the "
+            "validation images are taken to be"
+        )
     if fitted.set_sizes is not None:
         sizes = "{:.2f} classes on average, {:.2f} for known ones".format(*fitted.set_sizes)
         lines.append(f"--sets holds for images of new sources too: sets of 90% have {sizes}")

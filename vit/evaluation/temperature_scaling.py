@@ -30,7 +30,7 @@ from vit.evaluation.intervals import count_present
 
 FOLDS = 5
 MIN_IMAGES = 50
-"""Images from which on a calibration is fitted."""
+"""Images from which on a scaling is fitted."""
 LARGEST_SCALE = 100.0
 EXPONENTS = (0.5, 3.0)
 PRIOR_WIDTH = 0.5
@@ -85,15 +85,18 @@ def fit_temperature(
             one fold; None of independent images.
 
     Returns:
-        None of fewer than 50 images, of one class, or if a logit is not finite. The temperature is
-        1 where the likelihood of held-out images does not improve, and so is the exponent.
+        None of one class, or if a logit is not finite. The temperature is 1 of fewer than 50 images
+        and where the likelihood of held-out images does not improve, and so is the exponent.
     """
     images = len(logits)
     one_class = targets.ndim == 1 and logits.shape[1] < 2
-    if images < MIN_IMAGES or one_class or not bool(logits.isfinite().all()):
+    if one_class or not bool(logits.isfinite().all()):
         return None
-    folds = fold_numbers(images, groups)
     before = mean_loss(logits, targets)
+    unscaled = FittedTemperature(Scaling(), logits.double(), before, before)
+    if images < MIN_IMAGES:
+        return unscaled
+    folds = fold_numbers(images, groups)
     fit = best_temperature if targets.ndim == 2 else best_scaling
     held_out = torch.empty_like(logits, dtype=torch.float64)
     for fold in range(FOLDS):
@@ -103,7 +106,7 @@ def fit_temperature(
     after = mean_loss(held_out, targets)
     if after < before:
         return FittedTemperature(fit(logits, targets), held_out, before, after)
-    return FittedTemperature(Scaling(), logits.double(), before, before)
+    return unscaled
 
 
 def fold_numbers(images: int, groups: Tensor | None = None) -> Tensor:

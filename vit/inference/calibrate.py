@@ -25,7 +25,6 @@ from vit.data.sources.open_dataset import image_groups
 from vit.errors import ConfigError, DataError, RunError
 from vit.evaluation.classification_metrics import Outcomes, summarize
 from vit.evaluation.fit_calibration import (
-    MIN_DISTANCES,
     FittedCalibration,
     calibration_reference,
     describe_calibration,
@@ -115,8 +114,8 @@ def calibrate(
     predictor = Predictor(plain, **vars(inference), notify=notify)
     if loaded.distance is None and loaded.thresholds is None:
         notify(
-            "note: this run has no distances from its training images; a training measures them if "
-            f"it holds out {MIN_DISTANCES} images or more"
+            "note: this run has no distances from its training images, which only a training "
+            "measures: --reject depends on scores alone"
         )
     predictor.engine.returns_distances = True
     spec = as_dataset_spec(data, {"split": split}, source=source)

@@ -33,7 +33,7 @@ from vit.evaluation.fit_calibration import (
     describe_calibration,
     fit_calibration,
 )
-from vit.evaluation.temperature_scaling import MIN_IMAGES, scale_logits
+from vit.evaluation.temperature_scaling import scale_logits
 from vit.output.prediction_results import ImageOutput
 from vit.tasks.distillation import Distillation, classifier_loss
 from vit.tasks.finished_run import FinishedRun
@@ -125,12 +125,6 @@ class Classification(Task):
             found = run.validation_logits
         except DataError:  # which the report says
             return
-        if (few := len(found.logits)) < MIN_IMAGES:
-            run.notify(
-                f"note: scores are not calibrated, and may be far from the share that is right: a "
-                f"calibration needs {MIN_IMAGES} validation images, and there "
-                f"{'is' if few == 1 else 'are'} {few}"
-            )
         groups = found.calibration_groups(run.notify)
         new = run.new_sources
         if new is not None and (not new.sources or new.by == GROUP):  # groups have their own levels

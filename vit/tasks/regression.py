@@ -379,7 +379,7 @@ def residuals(
             continue
         logits, true = own[there], labels[there, n].long()
         fitted = fit_temperature(logits, true, None if groups is None else groups[there])
-        if fitted is None:
+        if len(true) < MIN_IMAGES:
             notify(
                 f"note: scores of {printable(answers.names[n])} are not calibrated, and may be far "
                 f"from the share that is right: that needs {MIN_IMAGES} validation images with one"

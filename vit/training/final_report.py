@@ -20,7 +20,6 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import DataError, RunError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.run_report import REPORT_FILE
-from vit.evaluation.temperature_scaling import MIN_IMAGES
 from vit.event_log import METRICS_FILE, read_event_log
 from vit.paths import did_you_mean, path_argument
 from vit.stop_signals import Interrupted, Interruption
@@ -43,10 +42,10 @@ DISTANCE_IMAGES = 2000
 def distance_samples(config: Config, splits: Splits) -> Sequence[Sample]:
     """The training images that the distance of other images is measured from.
 
-    Empty if there are too few images to estimate the distances of ordinary ones, and for bags.
+    Empty if there are too few images, and for bags.
     """
     samples = splits.train[:: max(1, len(splits.train) // DISTANCE_IMAGES)]
-    few = len(samples) < MIN_IMAGES or len(splits.val) < MIN_DISTANCES
+    few = min(len(samples), len(splits.val)) < MIN_DISTANCES
     return () if few or config.data.tiles else samples
 
 

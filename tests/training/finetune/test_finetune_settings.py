@@ -285,8 +285,8 @@ def test_validation_images_that_the_weights_may_have_learned_are_counted(
     assert 0 < number < len(now)
     printed = capfd.readouterr().err
     assert f"note: {number} of {len(now)} validation images were not {SEEN} {first}: " in printed
-    # few images: nothing is calibrated
-    assert f"needs 50 validation images, and there are {len(now)}" in printed
+    assert "scores are not calibrated" in printed
+    assert f"takes 50 validation images, and there are {len(now)}" in printed
     shutil.copytree(data, copy)
     fine("of a copy", data=str(copy), **half)
     assert f"note: {number} of {len(now)} validation images were" in capfd.readouterr().err
