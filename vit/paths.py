@@ -21,6 +21,11 @@ DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for 
 """Names that mean devices on Windows, with any ending."""
 
 
+def is_group_list(group: str | None) -> bool:
+    """Whether `group` names a file of groups."""
+    return group is not None and group.lower().endswith(".csv")
+
+
 def path_argument(name: str, value: Any, wanted: str) -> str:
     """`value`, the argument `name` of a Python call, as text."""
     if isinstance(value, os.PathLike):

@@ -323,7 +323,7 @@ def test_the_network_of_all_folds_has_the_temperature_of_unseen_images(
     fold_runs, tmp_path, monkeypatch
 ):
     soup = tmp_path / "folds/soup"
-    assert load_run(soup).calibration is None  # 36 images are too few
+    assert not load_run(soup).calibration.scales  # 36 images are too few
     monkeypatch.setattr("vit.evaluation.temperature_scaling.MIN_IMAGES", 30)
     save_again(tmp_path / "folds")
     logits, labels = [], []

@@ -66,7 +66,7 @@ def test_loader_processes_are_measured_unless_given(tiny_config, tmp_path, capsy
 
     monkeypatch.setattr(final_report, "EvaluationLoader", evaluation)
     train(tiny_config(epochs=2, workers=None), tmp_path / "run")
-    assert counts == [4]  # the report is made with as many
+    assert counts == [4, 4]  # the distances and the report are made with as many
     told = capsys.readouterr().err
     assert "loading: 4.0 ms an image, 75% of it to read its file: 4 loader processes" in told
 

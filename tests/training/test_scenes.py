@@ -8,6 +8,7 @@ import pytest
 import vit
 from tests.data.checks.test_duplicates import scene
 from tests.training.runs import SHORT, assert_equal_runs, read_report
+from vit.commands.main import main
 from vit.errors import DataError
 from vit.training import settings_from_data
 from vit.training.train import train
@@ -87,3 +88,33 @@ def test_films_stay_together_in_folds(films, tiny_config, tmp_path):
     assert not {n.split("_")[0] for n in first if "_" in n} & {
         n.split("_")[0] for n in second if "_" in n
     }
+
+
+@pytest.mark.auto_precision
+def test_the_groups_that_a_check_wrote_can_be_edited_and_given_back(films, tiny_config, tmp_path):
+    """The check finds what a training finds, with its thumbnails; the training takes the edit."""
+    table, page, answer = (tmp_path / name for name in ("groups.csv", "page.html", "found.json"))
+    words = ["--write-groups", str(table), "--html", str(page), "--json", str(answer)]
+    assert main(["check", str(films), *words, "--no-cache"]) == 0
+    scenes = json.loads(answer.read_text())["scenes"]
+    assert sorted(map(len, scenes)) == [4] * 10
+    text = page.read_text()
+    assert "40 images of 10 scenes" in text
+    assert text.count("<img") >= 40
+    with table.open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert len(rows) == 64
+    assert sum(bool(row["group"]) for row in rows) == 40
+    for row in rows:
+        row["group"] = "all dogs" if row["image"] in ("dog/0_0.png", "dog/single3.png") else ""
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    settings = {"data": str(films), **SHORT, "group": str(table)}
+    run = train(tiny_config(**settings), tmp_path / "run").folder
+    with (run / "groups.csv").open() as file:
+        kept = {row["image"]: row["group"] for row in csv.DictReader(file) if row["group"]}
+    assert kept == dict.fromkeys(("dog/0_0.png", "dog/single3.png"), "dog/0_0.png")
+    table.unlink()
+    train(tiny_config(**settings), run, resume=True)

@@ -69,6 +69,7 @@ def clock(monkeypatch):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     monkeypatch.setattr(time_budget, "train_one_step", clock.train_one_step)
     monkeypatch.setattr(time_budget, "validate", clock.validate)
+    monkeypatch.setattr("vit.training.final_report.MIN_DISTANCES", 99)  # a pass with its own time
     return clock
 
 

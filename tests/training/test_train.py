@@ -109,6 +109,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     names = {path.name for path in result.folder.iterdir()}
     files = {"config.yaml", "config.json", "model.safetensors", "metrics.jsonl", "report.html"}
     files |= {"environment.jsonl", "paths.json", "summary.json"}
+    files |= {"distance.safetensors", "reference.json"}
     assert names - {".lock"} == files | {"checkpoints"}
     (record,) = runs(result.folder).runs
     (result.folder / "summary.json").unlink()  # as in runs of older versions

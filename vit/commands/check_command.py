@@ -2,7 +2,9 @@
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
+from vit.atomic_files import write_bytes
 from vit.commands.command_output import Progress, notify, print_result
 from vit.commands.command_parser import (
     add_data_options,
@@ -17,6 +19,7 @@ from vit.commands.command_parser import (
 from vit.config.settings import Section, setting
 from vit.data.workbook import check_size, is_workbook
 from vit.output.output_file import check_outputs, open_output
+from vit.paths import is_group_list
 from vit.text import plural, printable
 
 MAX_ERROR_LINES = 10
@@ -37,8 +40,11 @@ class Options(Section):
     write_list: str | None = None
     """Suspected labels as a list (.csv, .jsonl, .xlsx) of image, label and likely class, to review:
     vit train --exclude FILE leaves its images out, --corrections FILE takes its labels."""
+    write_groups: str | None = None
+    """All images with the scenes and sources that a training finds, as a list (.csv) of image,
+    group and source, to edit: vit train --group FILE.csv takes them."""
     overwrite: bool = False
-    """Replace an older file of --write-list."""
+    """Replace an older file of --write-list or --write-groups."""
     device: str | None = setting(None, needs={"weights": "a network computes there"})
     """Where --weights computes: cpu, cuda, cuda:N or mps (default: the best one here)."""
     workers: int | None = setting(None, "-j", least=1)
@@ -54,6 +60,8 @@ class Options(Section):
         if self.write_list is not None and self.weights is None and self.rows is None:
             why = "suspected labels are found by --weights SOURCE or --rows FILE; give one"
             self.refuse("write_list", why)
+        if self.write_groups is not None and not is_group_list(self.write_groups):
+            self.refuse("write_groups", "give it the end .csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = options_of(args, Options)
     write_list, html = options.write_list, options.html
-    outputs = {"--json": args.json, "--html": html, "--write-list": write_list}
+    groups = options.write_groups
+    outputs = {"--json": args.json, "--html": html}
+    outputs |= {"--write-list": write_list, "--write-groups": groups}
     inputs = (*data_files(args), options.weights, options.rows)
     check_outputs(outputs, inputs, overwrite=options.overwrite)
     if write_list is not None and is_workbook(write_list):
@@ -90,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
             progress=lambda stage, done, total: progress(done, total, stage),
             notify=lambda note: notify(f"vit check: {note}"),
         )
+    table = None if groups is None else report.groups_table()
     lines = report.lines(MAX_ERROR_LINES, hint=html is None and args.json is None)
 
     def write() -> None:
@@ -104,6 +115,13 @@ def run(args: argparse.Namespace) -> int:
 
             number = plural(write_suspects(report, write_list), "suspected label")
             notify(f"vit check: {number} written to {printable(write_list)}")
+
+        if groups is not None and table is not None:
+            write_bytes(Path(groups), table)
+            notify(
+                f"vit check: {printable(groups)} written; edit it, and vit train "
+                f"{printable(args.data)} --group {printable(groups)} takes it"
+            )
 
     print_result("\n".join(lines), args.json, report.to_dict(), write=write)
     return int(report.failed)

@@ -89,7 +89,8 @@ class DataConfig(SourceConfig):
 
     group: str | Literal["auto"] | None = "auto"
     """Column of a list, or regex over paths; equal values share a split, and count as one. auto:
-    images of one scene, by their looks and EXIF data; none: each image on its own."""
+    images of one scene, by their looks and EXIF data; FILE.csv: as in that file of vit check
+    --write-groups; none: each image on its own."""
     order: tuple[str, ...] = setting((), tasks=("ordinal",), before_plan=True, alone=BY_NUMBER)
     """The grades from the lowest on, of classes that have an order; alone: they are numbers."""
     weight_column: str | None = setting(

@@ -1,5 +1,6 @@
 """Pages about images, each in one offline file: `vit check` and `vit suggest`."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ MAX_PROBLEMS = 24
 """Problems of a kind that are shown."""
 MAX_IMAGES = 4
 """Images of one problem that are shown."""
+MAX_SCENES, MAX_SCENE_IMAGES = 24, 12
+"""Scenes, the largest first, and images of each, that are shown."""
 MAX_CLASSES = 200
 WITHOUT_IMAGE = {"foreign_format", "ignored_file", "hidden", "empty_folder", "not_a_file", "link"}
 """Kinds of problems whose files are not opened."""
@@ -44,10 +47,28 @@ def check_page(report: CheckReport) -> str:
             }
             for kind, found in problems.items()
         ],
+        groups=None if report.groups is None else str(report.groups),
+        scenes=_scenes(report),
+        sources=[] if report.groups is None else Counter(report.groups.sources.values()),
         classes=listing.classes[:MAX_CLASSES],
         counts={split: listing.counts(split) for split in listing.splits},
         statistics=summarize_stats([*report.stats.values()]),
     )
+
+
+def _scenes(report: CheckReport) -> list[dict[str, Any]]:
+    """The largest scenes with their first images."""
+    scenes = [] if report.groups is None else sorted(report.groups.scenes, key=len, reverse=True)
+    return [
+        {
+            "count": len(scene),
+            "images": [
+                (display_name(path, report.listing.root), read_thumbnail(path))
+                for path in scene[:MAX_SCENE_IMAGES]
+            ],
+        }
+        for scene in scenes[:MAX_SCENES]
+    ]
 
 
 def _problem(report: CheckReport, problem: Problem) -> dict[str, Any]:

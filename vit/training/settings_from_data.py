@@ -28,9 +28,10 @@ from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import undecodable_error
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
-from vit.data.sources.scene_groups import FoundGroups, GroupFinder, recorded_groups
+from vit.data.sources.scene_groups import FoundGroups, GroupFinder, given_groups, recorded_groups
 from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
+from vit.paths import is_group_list
 from vit.process_resources import usable_cores
 from vit.tasks.task import Task, get_task
 from vit.text import Notify, join_names, plural, printable
@@ -144,7 +145,12 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
     """Returns what finds the groups of images: the main process, or the record of a resumed run."""
     if resumed is not None:
         return recorded_groups(resumed)
-    if config.finetune.weights is not None and (before := run_of(config.finetune.weights)):
+    given = given_groups(str(config.data.group)) if is_group_list(config.data.group) else None
+    if (
+        given is None
+        and config.finetune.weights is not None
+        and (before := run_of(config.finetune.weights))
+    ):
         run, old = before
         same = os.path.realpath(old.data.data) == os.path.realpath(config.data.data)
         if same and not old.training.pretrains:
@@ -155,7 +161,13 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
     def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups | None:
         if config.data.tiles or config.training.pretrains:  # too large to read twice; no score
             return FoundGroups([])
-        return on_main(accelerator, lambda: find_groups(records, root, seconds=seconds))
+        named = None if given is None else given(records, root)
+        if named is not None and named.sources:
+            return named
+        found = on_main(accelerator, lambda: find_groups(records, root, seconds=seconds))
+        if named is None or found is None:
+            return named or found
+        return named._replace(backgrounds=found.backgrounds)
 
     return find
 

@@ -99,7 +99,7 @@ def test_all_problems_of_a_folder_are_found_at_once(folder):
     report, kinds = found(folder)
     expected = {
         *("empty_file", "unreadable", "truncated", "empty_class", "unknown_class"),
-        *("leak", "two_labels", "near_leak", "blank", "not_a_file", "link"),
+        *("leak", "two_labels", "near_leak", "scene_leak", "blank", "not_a_file", "link"),
         *("loose_picture", "foreign_format", "ignored_file", "hidden", "duplicate"),
         *("empty_folder", "extreme_aspect", "tiny", "greyscale", "alpha", "mode", "turned"),
     }
@@ -226,7 +226,7 @@ def test_duplicates_with_many_copies_are_compared_once_for_each_origin(folder, m
     monkeypatch.setattr(
         duplicates, "compare_origins", lambda *given: compared.append(given) or compare(*given)
     )
-    (near,) = [one for one in find_duplicates(images, stats) if one.kind == "near_leak"]
+    (near,) = [one for one in find_duplicates(images, stats).problems if one.kind == "near_leak"]
     assert near.images == ("one/0.png", "two/30.png")
     assert len(compared) < 10
 

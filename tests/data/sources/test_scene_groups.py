@@ -1,15 +1,24 @@
 """Scenes in a split: they stay in one part, unless a class is little else."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from vit.data.dataset_types import ImageGroups, ImageRecord
+from vit.data.image_archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups, open_splits
-from vit.data.sources.scene_groups import FoundGroups, read_groups, recorded_groups, write_groups
+from vit.data.sources.scene_groups import (
+    FoundGroups,
+    Scenes,
+    given_groups,
+    read_groups,
+    recorded_groups,
+    write_groups,
+)
 from vit.data.sources.train_val_split import Fold
-from vit.errors import RunError
+from vit.errors import DataError, RunError
 from vit.paths import GROUPS_FILE
 
 
@@ -110,6 +119,49 @@ def test_the_record_of_a_run_finds_its_groups(tmp_path):
     (tmp_path / GROUPS_FILE).write_text("picture,group\na,b\n")
     with pytest.raises(RunError, match="is damaged"):
         read_groups(tmp_path)
+
+
+def test_a_file_of_groups_is_read_as_it_was_edited(make_tree, tmp_path):
+    data = make_tree({f"data/{name}": 6 for name in ("cat", "dog")}) / "data"
+    file = tmp_path / "groups.csv"
+    file.write_text(
+        "\ufeffimage,group,source\ncat/0.png,sofa,Anna\ncat/1.png,sofa,\ndog/5.png,,\n"
+        "dog/1.png,gone,\nno/1.png,,camera: B\n",
+        encoding="utf-8",
+    )
+    records = [ImageRecord(str(path), (path.parent.name,)) for path in sorted(data.rglob("*.png"))]
+    found = given_groups(str(file))(records, data)
+    assert [[Path(path).name for path in scene] for scene in found.scenes] == [["0.png", "1.png"]]
+    assert found.sources == {str(data / "cat/0.png"): "source: Anna"}
+    assert found.new is None
+    notes = Scenes.of(found, records).notes
+    assert notes[0] == f"1 image of {file} is not in the data"
+    assert f"2 images in 1 scene (as in {file})" in notes[1]
+    splits = open_splits(
+        DatasetSpec(str(data), finds_groups=True),
+        val_share=0.4,
+        seed=0,
+        find_groups=given_groups(str(file)),
+    )
+    held_out = {relative(one.path, data) for one in splits.val}
+    assert len({"cat/0.png", "cat/1.png"} & held_out) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("picture,group\na,b\n", "no column image; columns: image, group, source"),
+        ("image,group\nx/1.png,b\n", "none of its 1 image with a group or source, such as x/1.png"),
+        ('image,group\n"a,b\n', "unexpected end of data"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_of_groups_that_cannot_be_used_is_refused(tmp_path, text, reason):
+    file = tmp_path / "groups.csv"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(DataError, match=f"^group={re.escape(str(file))}: .*{reason}"):
+        given_groups(str(file))([ImageRecord("/data/a.png", ("a",))], Path("/data"))
 
 
 @pytest.mark.parametrize("fold", [None, Fold(2, 5)])

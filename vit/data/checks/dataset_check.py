@@ -21,6 +21,8 @@ from vit.data.checks.image_stats import (
     compute_all_stats,
 )
 from vit.data.checks.number_outliers import number_problems, summarize_targets
+from vit.data.checks.scenes import connected_scenes
+from vit.data.dataset_types import ImageGroups, ImageRecord
 from vit.data.image_archives import relative
 from vit.data.image_io import Fingerprint, file_fingerprint
 from vit.data.intensity_range import common_range
@@ -34,7 +36,10 @@ from vit.data.sources.dataset_problem import (
 )
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import class_problems, undecodable_error
-from vit.data.sources.train_val_split import find_groups, group_notes
+from vit.data.sources.image_sources import find_sources, shared_notes
+from vit.data.sources.scene_groups import FoundGroups, Scenes, groups_table
+from vit.data.sources.train_val_split import find_groups, group_notes, name_copies
+from vit.errors import ConfigError
 from vit.text import Notify, join_names, plural, printable
 
 CACHE_BATCH = 512
@@ -67,6 +72,8 @@ class CheckReport:
     """Statistics of the readable images, by path."""
     problems: list[Problem]
     """The most severe first."""
+    groups: FoundGroups | None = None
+    """Scenes and sources; None where a column or an expression names the groups."""
     neighbour_agreement: float | None = None
     """Share of images whose nearest neighbours by features have the same label, if measured."""
 
@@ -85,9 +92,27 @@ class CheckReport:
         found = Counter(problem.kind for problem in self.problems)
         return {kind: found[kind] for kind in KINDS if kind in found}
 
+    def groups_table(self) -> bytes:
+        """All images with scene and source, as a CSV file that can be edited; see `given_groups`.
+
+        Raises:
+            ConfigError: A column or an expression names the groups.
+        """
+        if self.groups is None:
+            raise ConfigError(
+                "groups are named by --group: there is nothing to write; leave it out"
+            )
+        root = self.listing.root
+        scenes = name_copies(self.groups.scenes, root)
+        tables = scenes, self.groups.sources
+        named = ({relative(path, root): one for path, one in table.items()} for table in tables)
+        return groups_table(
+            ImageGroups(*named), [relative(one.path, root) for one in self.listing.images]
+        )
+
     def lines(self, limit: int, *, hint: bool = True) -> list[str]:
         """Lines for a terminal: the number of problems per kind, and the first `limit` errors."""
-        listing, found = self.listing, self.severities()
+        listing, counts = self.listing, self.severities()
         splits = ", ".join(
             f"{printable(split)} {sum(one.split == split for one in listing.images):,}"
             for split in listing.splits
@@ -102,6 +127,8 @@ class CheckReport:
             what = "with numbers, and classes" if any(listing.choices) else "with numbers"
         lines = [f"{head} {what}", *map(target_line, summarize_targets(listing))]
         lines += [*map(channel_line, summarize_channels([*self.stats.values()]))]
+        if self.groups is not None and (scenes := str(self.groups)):
+            lines.append(scenes)
         if self.neighbour_agreement is not None:
             lines.append(
                 f"the nearest images by features have the same label for "
@@ -109,7 +136,7 @@ class CheckReport:
             )
         if not self.problems:
             return [*lines, "no problems found"]
-        words = ", ".join(plural(number, name) for name, number in found.items())
+        words = ", ".join(plural(number, name) for name, number in counts.items())
         lines += [words, ""]
         hidden = False
         for kind, number in self.kinds().items():
@@ -148,6 +175,7 @@ class CheckReport:
             "class_counts": {split: listing.counts(split) for split in listing.splits},
             "statistics": summarize_stats([*self.stats.values()]),
             **({"targets": targets} if (targets := summarize_targets(listing)) else {}),
+            **({} if self.groups is None else self.groups.to_dict()),
             "problems": [problem.to_dict() for problem in self.problems],
             **(
                 {}
@@ -188,14 +216,42 @@ def check_dataset(
     counts = {x: number for x, number in listing.counts(listing.train_split).items() if number}
     found = class_problems(listing.classes, counts, total)
     problems += [Problem(kind, text) for kind, text in found]
-    problems += find_duplicates(
+    duplicates = find_duplicates(
         listing.images,
         stats,
         workers=workers,
         progress=lambda done, total: progress("compared", done, total),
     )
-    problems += [*unusual_images(stats), *number_problems(listing, stats)]
-    return CheckReport(listing, stats, sort_by_severity(listing.with_lines(problems)))
+    groups = None
+    if listing.spec is None or listing.spec.group is None:
+        groups = listed_groups(listing, stats, duplicates.alike)
+        problems += find_scene_leakage(listing, groups)
+    problems += [*duplicates.problems, *unusual_images(stats), *number_problems(listing, stats)]
+    return CheckReport(listing, stats, sort_by_severity(listing.with_lines(problems)), groups)
+
+
+def listed_groups(
+    listing: DatasetListing, stats: Mapping[str, ImageStats], alike: Sequence[Sequence[str]]
+) -> FoundGroups:
+    """The groups that a training finds: scenes, and of images with one class their sources."""
+    origins = {path: one.origin for path, one in stats.items()}
+    records = [ImageRecord(one.path, one.labels) for one in listing.images]
+    single = all(len(one.labels) == 1 for one in records)
+    sources = find_sources(records, listing.root, origins) if single else {}
+    return FoundGroups(connected_scenes(alike, origins), sources)
+
+
+def find_scene_leakage(listing: DatasetListing, groups: FoundGroups) -> list[Problem]:
+    """Report scenes and sources that training shares with the validation images."""
+    train, val = (
+        [one.path for one in listing.images if one.split == split]
+        for split in (listing.train_split, listing.val_split)
+    )
+    scenes = Scenes(groups.scenes, how=groups.how)
+    return [
+        *(Problem("scene_leak", note) for note in scenes.leak_notes(train, val)),
+        *(Problem("source_leak", note) for note in shared_notes(train, val, groups.sources)),
+    ]
 
 
 def sort_by_severity(problems: Sequence[Problem]) -> list[Problem]:

@@ -24,14 +24,23 @@ SplitAndClasses = Mapping[str, tuple[str, tuple[str, ...]]]
 IN_CLASSES = "in two classes"
 
 
+class Duplicates(NamedTuple):
+    """Images that are the same, nearly the same, or of one scene."""
+
+    problems: list[Problem]
+    """Of the first two."""
+    alike: list[list[str]]
+    """Paths of images that belong together."""
+
+
 def find_duplicates(
     images: Sequence[ListedImage],
     stats: Mapping[str, ImageStats],
     *,
     workers: int | None = None,
     progress: Callable[[int, int], object] = lambda _done, _total: None,
-) -> list[Problem]:
-    """Find files of equal content, and images that are nearly the same."""
+) -> Duplicates:
+    """Find files of equal content, and images that are nearly the same or of one scene."""
     locations = {one.path: (one.split, one.labels) for one in images if one.path in stats}
     groups: dict[bytes, list[str]] = defaultdict(list)
     for path in locations:
@@ -50,9 +59,11 @@ def find_duplicates(
     pairs = find_near_duplicates(
         [one.thumbnail for one in firsts],
         [min(one.width, one.height) for one in firsts],
+        max_overhang=MAX_MOVED,
         workers=workers,
         progress=advance,
     )
+    alike = [*copies, *([members[pair.first][0], members[pair.second][0]] for pair in pairs)]
     distinct: list[list[str]] = []
     for group in members:  # of each split and classes one: copies may be thousands
         one_each: dict[tuple[str, tuple[str, ...]], str] = {}
@@ -60,11 +71,13 @@ def find_duplicates(
             one_each.setdefault(locations[path], path)
         distinct.append([*one_each.values()])
     for pair in pairs:
+        if pair.overhang >= MAX_OVERHANG:
+            continue
         candidates = product(distinct[pair.first], distinct[pair.second])
         problems.append(
             near_duplicate_problem(candidates, locations, f"correlation {pair.score:.3f}")
         )
-    return problems
+    return Duplicates(problems, alike)
 
 
 def exact_duplicate_problems(group: Sequence[str], locations: SplitAndClasses) -> list[Problem]:
@@ -145,6 +158,8 @@ class Pair(NamedTuple):
     second: int
     score: float
     """Correlation of the aligned images."""
+    overhang: float
+    """Extent of each beyond the other, as a share of half a side."""
 
 
 def find_near_duplicates(
@@ -234,14 +249,16 @@ def _verify_pairs(
         same = (score.correlation > MIN_CORRELATION) & (score.details > min_details)
         same &= (score.tone < MAX_TONE_CHANGE) & (score.overhang < max_overhang)
         same &= (score.mean_colour < MAX_MEAN_COLOUR) & (score.colour < MAX_COLOUR)
-        values = (first[same].tolist(), second[same].tolist(), score.correlation[same].tolist())
-        return [Pair(min(a, b), max(a, b), value) for a, b, value in zip(*values, strict=True)]
+        values = (first, second, score.correlation, score.overhang)
+        rows = zip(*(value[same].tolist() for value in values), strict=True)
+        return [Pair(min(a, b), max(a, b), *value) for a, b, *value in rows]
 
     parts = zip(torch.split(pairs, PAIRS), torch.split(scales, PAIRS), strict=True)
-    best: dict[tuple[int, int], float] = {}
+    best: dict[tuple[int, int], tuple[float, float]] = {}
     for pair in (pair for found in pool.map(verify, parts) for pair in found):
-        best[pair[:2]] = max(best.get(pair[:2], 0.0), pair.score)
-    return [Pair(*key, value) for key, value in sorted(best.items())]
+        score, overhang = best.get(pair[:2], (0.0, MAX_MOVED))
+        best[pair[:2]] = max(score, pair.score), min(overhang, pair.overhang)
+    return [Pair(*key, *value) for key, value in sorted(best.items())]
 
 
 @contextmanager

@@ -26,12 +26,14 @@ from vit.data.image_io import (
     MAX_PIXELS,
     STACKS,
     Fingerprint,
+    Origin,
     check_header,
     has_more_frames,
     max_pixels,
     read_header,
     read_image,
     read_intensities,
+    read_origin,
     set_max_pixels,
 )
 from vit.errors import BadImage, DataError
@@ -39,7 +41,7 @@ from vit.paths import user_cache
 from vit.process_resources import usable_cores
 from vit.text import printable
 
-VERSION = 5
+VERSION = 6
 """Of the statistics; those of another version are computed again."""
 THUMBNAIL_SIDE = 32
 """Of the grey thumbnail, in pixels."""
@@ -102,6 +104,7 @@ class ImageStats(NamedTuple):
     frames: bool
     """Whether it has several frames or pages, of which the first is read."""
     levels: Levels
+    origin: Origin
     digest: bytes
     """Hash of the file's content."""
     thumbnail: bytes
@@ -127,6 +130,7 @@ def compute_stats(path: str, axes: str = "") -> StatsOrReason:
         if header.deep:
             levels, stored = deep_levels(read_intensities(path, axes)), check_header(path, axes)
             levels = levels._replace(names=[*stored.names] if stored else None)
+        origin = read_origin(path)
         frames = header.format in STACKS and not axes and has_more_frames(path)
         digest = content_digest(path)
     except BadImage as bad:
@@ -149,6 +153,7 @@ def compute_stats(path: str, axes: str = "") -> StatsOrReason:
         deep=header.deep,
         frames=frames,
         levels=levels or levels_of_histogram(histogram),
+        origin=origin,
         digest=digest,
         thumbnail=encode_thumbnail(small),
     )
@@ -362,8 +367,9 @@ class StatsCache:
             ):
                 name = os.fsdecode(path)
                 if fingerprints.get(name) == tuple(fingerprint):
-                    *plain, levels = json.loads(stats)
-                    found[name] = ImageStats._make([*plain, Levels(*levels), digest, thumbnail])
+                    *plain, levels, (size, *origin) = json.loads(stats)
+                    both = Levels(*levels), Origin(tuple(size), *origin)
+                    found[name] = ImageStats._make([*plain, *both, digest, thumbnail])
         return found
 
     def write(self, entries: Iterable[tuple[str, Fingerprint, ImageStats]]) -> None:

@@ -8,7 +8,7 @@ are connected by others. Sources: see `image_sources`.
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -72,12 +72,22 @@ def find_groups(
         [min(one.origin.size) for one in known],
         max_overhang=MAX_MOVED,
     )
-    links = [pair[:2] for pair in pairs] + burst_pairs([one.origin for one in known])
+    origins = {path: one.origin for path, one in facts.items()}
     return FoundGroups(
-        [[names[at] for at in group] for group in connected(links)],
-        find_sources(records, root, {path: one.origin for path, one in facts.items()}),
+        connected_scenes([[names[pair.first], names[pair.second]] for pair in pairs], origins),
+        find_sources(records, root, origins),
         {path: one.background for path, one in facts.items()},
     )
+
+
+def connected_scenes(
+    alike: Iterable[Sequence[str]], origins: Mapping[str, Origin]
+) -> list[list[str]]:
+    """Scenes of images that are `alike`, or photographs of one camera directly after each other."""
+    bursts = burst_pairs([*origins.values()])
+    paths = [*origins]
+    links = [pair for group in alike for pair in itertools.pairwise(group)]
+    return connected(links + [(paths[first], paths[second]) for first, second in bursts])
 
 
 def read_facts(path: str) -> ImageFacts | None:

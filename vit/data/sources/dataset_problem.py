@@ -51,6 +51,7 @@ KINDS: dict[str, Severity] = {
     "few_pictures": "warning",
     "leak": "warning",
     "near_leak": "warning",
+    "scene_leak": "warning",
     "two_labels": "warning",
     "near_two_labels": "warning",
     "blank": "warning",
@@ -74,6 +75,7 @@ KINDS: dict[str, Severity] = {
     # worth knowing
     "no_val": "note",
     "source": "note",
+    "source_leak": "note",
     "repeated_line": "note",
     "no_number": "note",
     "ignored_file": "note",

@@ -12,7 +12,7 @@ from vit.data.dataset_types import ImageGroups
 from vit.data.sources import builtin_datasets
 from vit.data.sources.dataset_problem import Problems
 from vit.errors import ConfigError, DataError
-from vit.paths import did_you_mean, is_run_folder, path_argument
+from vit.paths import did_you_mean, is_group_list, is_run_folder, path_argument
 from vit.text import nearest
 
 HUB = "hf:"
@@ -133,6 +133,7 @@ class DatasetSpec:
         optional_labels: bool = False,
     ) -> "DatasetSpec":
         """The specification of a training run's data."""
+        finds_groups = data.group == "auto" or is_group_list(data.group)
         return cls(
             data.data,
             data.images,
@@ -140,7 +141,7 @@ class DatasetSpec:
             data.label_column or (",".join(data.target) if labels and data.target else None),
             data.caption_column,
             data.target,
-            None if data.group == "auto" else data.group,
+            None if finds_groups else data.group,
             data.allow_outside,
             multilabel,
             split=split,
@@ -155,7 +156,7 @@ class DatasetSpec:
             weight_column=data.weight_column,
             order=data.order,
             taxonomy=data.taxonomy,
-            finds_groups=data.group == "auto",
+            finds_groups=finds_groups,
         )
 
     @property

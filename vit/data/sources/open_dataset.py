@@ -371,9 +371,11 @@ def open_splits(
     if compare:
         seen, measured = (images, test) if test else (train, val)
         parts = _by_labels(seen), _by_labels(measured)
-        notes += [*equal_notes(*parts, str(index.root), identical), *scenes.leak_notes(*parts)]
+        learned_paths, measured_paths = ([one.path for one in part] for part in (seen, measured))
+        notes += equal_notes(*parts, str(index.root), identical)
+        notes += scenes.leak_notes(learned_paths, measured_paths)
         if own and not held_out:
-            notes += shared_notes([one.path for one in train], [one.path for one in val], sources)
+            notes += shared_notes(learned_paths, measured_paths, sources)
     unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
     if unlike:
         notes.append(f"{plural(len(unlike), 'image')} without a label: the teacher labels them")
