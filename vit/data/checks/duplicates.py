@@ -176,7 +176,7 @@ def find_near_duplicates(
         return []
     images = Thumbnails.decode(thumbnails, short_sides)
     contrast = torch.cat(
-        [part.flatten(1).float().std(1) for part in torch.split(images.grey, 2**13)]
+        [part.flatten(1).float().std(1) for part in torch.split(images.grey, 2**11)]
     )
     kept = ((contrast >= MIN_CONTRAST) & (images.sides >= TINY)).nonzero().squeeze(1)
     progress(len(thumbnails) - len(kept))
@@ -184,8 +184,7 @@ def find_near_duplicates(
         return []
     with single_core_threads(workers) as pool:
         kept_known = int((kept < known).sum())
-        some = Thumbnails(*(part[kept] for part in images))
-        tables = [scene_features(some, scale) for scale in SCALES]
+        tables = [scene_features(images, scale, kept) for scale in SCALES]
         pairs, scales = candidate_pairs(tables, pool, progress, known=kept_known)
         return _verify_pairs(images, kept[pairs], scales, pool, max_overhang)
 
@@ -364,9 +363,9 @@ def _similar_in_block(rows: Tensor, top: int, left: int, table: Tensor, scale: i
     return torch.stack([row, column, torch.full_like(row, scale), values])
 
 
-def scene_features(images: Thumbnails, scale: float = 1.0) -> Tensor:
-    """Unit-length features of the central part of images, `scale` of their sides, (images,
-    features), that change little if the content moves.
+def scene_features(images: Thumbnails, scale: float, places: Tensor) -> Tensor:
+    """Unit-length features of the central part of the images at `places`, `scale` of their sides,
+    (images, features), that change little if the content moves.
 
     They are the magnitudes of the spectrum, which a shift keeps, relative to those of natural
     images, and a coarse layout of brightness and colours.
@@ -374,16 +373,16 @@ def scene_features(images: Thumbnails, scale: float = 1.0) -> Tensor:
     taper = window()
     usual = usual_spectrum(taper)
     found = []
-    chunks = zip(torch.split(images.grey, 2**13), torch.split(images.chroma, 2**13), strict=True)
-    for grey, chroma in chunks:
-        image, colours = (warp(part.float(), central(scale)) for part in (grey, chroma))
+    for some in torch.split(places, 2**11):
+        parts = images.grey[some], images.chroma[some]
+        image, colours = (warp(part.float(), central(scale)) for part in parts)
         mean = (image * taper).sum((1, 2), keepdim=True) / taper.sum()
         relative = torch.fft.rfft2((image - mean) * taper).abs() / usual
         both = relative[:, :FREQUENCIES], relative[:, 1 - FREQUENCIES :]
         spectrum = torch.cat(both, dim=1)[:, :, :FREQUENCIES].flatten(1) ** SPECTRUM_POWER
         colours = 2 * (F.adaptive_avg_pool2d(colours, COLOUR_SIDE) - 128)
-        parts = F.adaptive_avg_pool2d(image, LAYOUT_SIDE) - 128, colours
-        layout = F.normalize(torch.cat([part.flatten(1) for part in parts], dim=1), dim=1)
+        coarse = F.adaptive_avg_pool2d(image, LAYOUT_SIDE) - 128, colours
+        layout = F.normalize(torch.cat([part.flatten(1) for part in coarse], dim=1), dim=1)
         spectrum = F.normalize(spectrum - spectrum.mean(1, keepdim=True), dim=1)
         found.append(F.normalize(torch.cat([spectrum, LAYOUT_WEIGHT * layout], dim=1), dim=1))
     return torch.cat(found)
