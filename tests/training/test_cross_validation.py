@@ -174,7 +174,7 @@ def test_the_plan_of_interrupted_folds_is_that_of_the_others(colour_data, tmp_pa
     real = cross_validation.train
 
     def stopping(config, folder, **options):
-        assert options["resumed_by"] == ("vit train", out)
+        assert options["part_of"][:2] == ("vit train", out)
         if folder.name == "fold-2":
             raise KeyboardInterrupt
         return real(config, folder, **options)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     task = chosen_method(values.get("task"), args.method)
     values = Settings(**values.layers, command={"task": task})
-    return run_training(values, args, out, began=began, resumed_by=("vit pretrain", out))
+    return run_training(values, args, out, began=began, name="vit pretrain")
 
 
 def run_folder(data: str) -> Path:

@@ -103,8 +103,10 @@ def run(args: argparse.Namespace) -> int:
     return run_training(values, args, args.out, began=began)
 
 
-def run_training(values: Settings, args: argparse.Namespace, out: Any, **options: Any) -> int:
-    """Train, or draw the first batch; `options` are arguments of `train`."""
+def run_training(
+    values: Settings, args: argparse.Namespace, out: Any, *, began: float, name: str = "vit train"
+) -> int:
+    """Train, or draw the first batch; `name` is that of the command."""
     if args.show_batch is not None:
         check_show_batch(args)
         from vit.training.show_batch import show_batch
@@ -117,9 +119,11 @@ def run_training(values: Settings, args: argparse.Namespace, out: Any, **options
             print(format_folds(record), flush=True)
         return int(bool(record["failed"]))
     with quick_imports():
-        from vit.training.train import train
+        from vit.training.train import OuterCommand, train
 
-    result = train(values, out, resume=args.resume, overwrite=args.overwrite, **options)
+    part_of = None if name == "vit train" else OuterCommand(name, Path(out))
+    again = {"resume": args.resume, "overwrite": args.overwrite}
+    result = train(values, out, began=began, part_of=part_of, **again)
     return int(bool(result.failed))
 
 

@@ -153,8 +153,8 @@ def fit_calibration(
     if distances is not None:  # of a new group, if there are enough of them
         levels = [set_levels(distances, [1 - FALSE_ALARMS], which)[0] for which in (groups, None)]
         farthest = next((one for one in levels if one is not None), float(distances.max()))
-    if distances is not None and tree is None:
-        confidences = torch.where(distances <= farthest, confidences, -1.0)
+        if tree is None:
+            confidences = torch.where(distances <= farthest, confidences, -1.0)
     named = target_classes or {}
     parts = [answers == index for index in named.values()]
     parts.append(~torch.stack(parts).any(dim=0) if parts else torch.ones(images, dtype=torch.bool))

@@ -54,7 +54,7 @@ from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier
 from vit.training.plan import with_chosen_weights
-from vit.training.train import resolve_plan, train
+from vit.training.train import OuterCommand, resolve_plan, train
 from vit.weights.model_soup import delete_fold_soup
 
 LEVEL = 0.95
@@ -128,8 +128,7 @@ def train_folds(
             run_folder,
             resume=resume,
             overwrite=overwrite,
-            resumed_by=("vit train", folder),
-            claimed=claimed,
+            part_of=OuterCommand("vit train", folder, claimed),
         )
         claimed = None
         failed |= result.failed

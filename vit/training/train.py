@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -70,6 +70,17 @@ ECHO_SECONDS = 3.0
 NO_CODE = UserCode()
 
 
+class OuterCommand(NamedTuple):
+    """A command that trains as a part of its work."""
+
+    name: str
+    folder: Path
+    """Which resumes it."""
+    claimed: Callable[[], None] | None = None
+    """Called in the main process once nothing refuses the training any more and its folder is
+    locked, before anything is written there."""
+
+
 def train(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     out: str | Path | None = None,
@@ -77,9 +88,8 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     began: float | None = None,
-    resumed_by: tuple[str, Path] | None = None,
+    part_of: OuterCommand | None = None,
     report: bool = True,
-    claimed: Callable[[], None] | None = None,
     callbacks: Sequence[Any] = (),
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     transform: Callable[[Tensor, torch.Generator], Tensor] | None = None,
@@ -100,11 +110,8 @@ def train(
         resume: Continue from the newest checkpoint in `out`, or start a new one.
         overwrite: Delete the run in `out` first.
         began: Start of the time of `config.training.time`, by `time.monotonic`; now if omitted.
-        resumed_by: The command and the folder that resume the run, if it is part of another
-            command's work; `vit train` and `out` if omitted.
+        part_of: The command that trains, if it is another one than `vit train` of `out`.
         report: Whether to choose thresholds and write report.html at the end.
-        claimed: Called in the main process once nothing refuses the training any more and `out` is
-            locked, before anything is written there.
         callbacks: Objects with after_step(run, step), after_validation(run, scores) or
             at_end(run, result); `run` is a vit.training.callbacks.CallbackRun.
         loss: The training loss: (logits, targets), both (batch, classes) -> (batch,); targets are
@@ -119,6 +126,7 @@ def train(
         raise ConfigError(f"callbacks={callbacks!r}: give a list of objects")
     code = UserCode(callbacks=tuple(callbacks), loss=loss, transform=transform)
     began = time.monotonic() if began is None else began
+    claimed = None if part_of is None else part_of.claimed
     config = call_settings(config, settings, out=out, resume=resume, notify=notify_on_main)
     data = config.get("data")
     if isinstance(data, str) and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -167,6 +175,7 @@ def train(
         claim = partial(claim_run_folder, folder, stack, check, config, splits)
         on_main(accelerator, lambda: claim(new=resumed is None, claimed=claimed))
         probed = init_head_from_probe(run, splits) if begins_with_probe else None
+        resumed_by = None if part_of is None else part_of[:2]
         trainer = Trainer(
             run, folder, splits, epoch_steps, budget, resumed_by=resumed_by, report=report
         )

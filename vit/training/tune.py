@@ -46,7 +46,7 @@ from vit.training.distributed.collectives import max_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.logging.training_progress import notifier, silent_log
 from vit.training.plan import is_planned, plan_training, summary_lines, with_target_task
-from vit.training.train import train, translate_errors
+from vit.training.train import OuterCommand, train, translate_errors
 from vit.training.trainer import TrainingResult
 
 TUNE_FILE, BEST_RUN = "tune.json", "best"
@@ -370,8 +370,8 @@ class Search:
     def train(self, config: Config, folder: Path, **options: Any) -> TrainingResult:
         """Train in a run folder, or go on there."""
         resume = on_main(self.accelerator, partial(has_stored_config, folder))
-        resumed_by = ("vit tune", self.folder)
-        return train(config, folder, resume=resume, resumed_by=resumed_by, **options)
+        part_of = OuterCommand("vit tune", self.folder)
+        return train(config, folder, resume=resume, part_of=part_of, **options)
 
 
 def in_words(changes: Mapping[str, Any]) -> str:
