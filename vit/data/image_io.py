@@ -242,9 +242,9 @@ class Origin(NamedTuple):
     """File format, size, and a checksum of a JPEG's quantisation tables."""
 
 
-def read_origin(path: PathLike | EncodedImage) -> Origin:
+def read_origin(path: PathLike | EncodedImage, axes: str = "") -> Origin:
     """Read where the image at `path` comes from, from its header."""
-    with _open_image(path) as image:
+    with _open_image(path, axes) as image:
         camera, seconds, tables = "", None, getattr(image, "quantization", None)
         with contextlib.suppress(Exception):  # damaged tags, or none in an ArrayImage
             exif = image.getexif()  # type: ignore[union-attr]

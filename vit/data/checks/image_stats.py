@@ -130,7 +130,7 @@ def compute_stats(path: str, axes: str = "") -> StatsOrReason:
         if header.deep:
             levels, stored = deep_levels(read_intensities(path, axes)), check_header(path, axes)
             levels = levels._replace(names=[*stored.names] if stored else None)
-        origin = read_origin(path)
+        origin = read_origin(path, axes)
         frames = header.format in STACKS and not axes and has_more_frames(path)
         digest = content_digest(path)
     except BadImage as bad:
