@@ -75,9 +75,8 @@ def test_both_tasks_from_one_encoder(caption_config, tmp_path):
     assert load_run(tmp_path / "run").classes == ("blue", "green", "red")
 
 
-@pytest.mark.parametrize(
-    "task", [pytest.param("caption", marks=pytest.mark.slow), "classify,caption"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["caption", "classify,caption"])
 def test_an_interrupted_run_ends_as_an_undisturbed_one(caption_config, tmp_path, task):
     config = caption_config(task=task, workers=2, checkpoint_steps=2)
     complete(train, config, tmp_path / "whole", log=tmp_path / "log")

@@ -93,6 +93,7 @@ def test_groups_that_a_user_names_are_new_sources(rooms, tiny_config, tmp_path):
     assert (found["images"], found["sources"], found["by"]) == (150, 5, "group")
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_folds_have_whole_sources(rooms, tiny_config, tmp_path):
     settings = {"data": str(rooms), **SHORT, "folds": 3}

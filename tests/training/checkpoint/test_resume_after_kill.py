@@ -157,7 +157,7 @@ class Tally:
         assert self.while_saving >= while_saving
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_moment_resumes_to_the_same_result(tiny_config, tmp_path, whole, count):
     draw, tally, (folder, duration) = random.Random(3), Tally(), whole
     for saving in tally.ask(count, count // 2):
@@ -229,7 +229,8 @@ def test_a_run_signalled_at_any_moment_resumes_to_the_same_result(tiny_config, t
     assert codes.count(143) == 3
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_trains_on_the_rest(tiny_config, tmp_path, before, after):
     plain = {"dropout": 0, "drop_path": 0, "batch_size": 12, "accumulate": 1}
     config: Any = tiny_config(**{**EVERYTHING, **plain})

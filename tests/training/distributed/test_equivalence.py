@@ -131,13 +131,14 @@ def test_a_step_sees_the_images_of_the_sampler(outcome_of):
     assert outcome_of(2, precision="fp64", accumulate=2).seen == expected
 
 
+@pytest.mark.slow
 def test_loader_processes_change_nothing(outcome_of):
     none, *some = (outcome_of(workers=workers, dropout=0.1) for workers in (0, 1, 2))
     for other in some:
         assert_equal_outcomes(other, none, losses=0.0, weights=0.0)
 
 
-@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("each", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_validation_image_counts_once(outcome_of, colour_data, tmp_path: Path, each: int):
     """Also where there are fewer images than processes."""
     data = tmp_path / "data"
