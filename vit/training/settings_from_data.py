@@ -158,16 +158,13 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
     limit = config.training.seconds
     seconds = None if limit is None else limit * SCENES_SHARE
 
-    def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups | None:
-        if config.data.tiles or config.training.pretrains:  # too large to read twice; no score
-            return FoundGroups([])
-        named = None if given is None else given(records, root)
-        if named is not None and named.sources:
+    def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups:
+        named = FoundGroups() if given is None else given(records, root)
+        # too large to read twice; no score
+        if named.sources or config.data.tiles or config.training.pretrains:
             return named
         found = on_main(accelerator, lambda: find_groups(records, root, seconds=seconds))
-        if named is None or found is None:
-            return named or found
-        return named._replace(backgrounds=found.backgrounds)
+        return found if given is None else named._replace(backgrounds=found.backgrounds)
 
     return find
 

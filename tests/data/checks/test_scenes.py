@@ -9,6 +9,7 @@ from tests.data.checks.test_duplicates import scene
 from vit.data.checks.scenes import find_groups
 from vit.data.dataset_types import ImageRecord
 from vit.data.image_io import read_origin
+from vit.data.sources.scene_groups import NOT_SEARCHED
 
 
 def photograph(path: Path, image: Image.Image, taken: str, *, serial: str = "1", part: str = "0"):
@@ -51,8 +52,8 @@ def test_frames_of_a_film_and_photographs_of_a_burst_are_scenes(images, tmp_path
 
 
 def test_a_search_that_takes_too_long_finds_nothing(images, tmp_path):
-    assert find_groups(records(images.values()), tmp_path, seconds=1e-9) is None
-    assert find_groups(records(images.values()), tmp_path, seconds=60) is not None
+    assert find_groups(records(images.values()), tmp_path, seconds=1e-9) is NOT_SEARCHED
+    assert find_groups(records(images.values()), tmp_path, seconds=60).scenes
 
 
 def test_the_origin_is_that_of_the_header_and_the_exif_data(tmp_path):

@@ -10,8 +10,8 @@ from vit.data.image_archives import relative
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import image_groups, open_splits
 from vit.data.sources.scene_groups import (
+    NOT_SEARCHED,
     FoundGroups,
-    Scenes,
     given_groups,
     read_groups,
     recorded_groups,
@@ -74,7 +74,9 @@ def test_a_scene_that_is_most_of_a_class_is_divided(data):
 
 def test_a_search_that_took_too_long_is_told(data):
     spec = DatasetSpec(str(data), finds_groups=True)
-    splits = open_splits(spec, val_share=0.2, seed=0, find_groups=lambda _records, _root: None)
+    splits = open_splits(
+        spec, val_share=0.2, seed=0, find_groups=lambda _records, _root: NOT_SEARCHED
+    )
     assert any("not looked for" in note for note in splits.notes)
 
 
@@ -134,7 +136,7 @@ def test_a_file_of_groups_is_read_as_it_was_edited(make_tree, tmp_path):
     assert [[Path(path).name for path in scene] for scene in found.scenes] == [["0.png", "1.png"]]
     assert found.sources == {str(data / "cat/0.png"): "source: Anna"}
     assert found.new is None
-    notes = Scenes.of(found, records).notes
+    notes = found.divisible(records).notes
     assert notes[0] == f"1 image of {file} is not in the data"
     assert f"2 images in 1 scene (as in {file})" in notes[1]
     splits = open_splits(

@@ -37,7 +37,7 @@ from vit.data.sources.dataset_problem import (
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.dataset_warnings import class_problems, undecodable_error
 from vit.data.sources.image_sources import find_sources, shared_notes
-from vit.data.sources.scene_groups import FoundGroups, Scenes, groups_table
+from vit.data.sources.scene_groups import FoundGroups, groups_table
 from vit.data.sources.train_val_split import find_groups, group_notes, name_copies
 from vit.errors import ConfigError
 from vit.text import Notify, join_names, plural, printable
@@ -247,9 +247,8 @@ def find_scene_leakage(listing: DatasetListing, groups: FoundGroups) -> list[Pro
         [one.path for one in listing.images if one.split == split]
         for split in (listing.train_split, listing.val_split)
     )
-    scenes = Scenes(groups.scenes, how=groups.how)
     return [
-        *(Problem("scene_leak", note) for note in scenes.leak_notes(train, val)),
+        *(Problem("scene_leak", note) for note in groups.leak_notes(train, val)),
         *(Problem("source_leak", note) for note in shared_notes(train, val, groups.sources)),
     ]
 

@@ -21,7 +21,7 @@ from vit.data.checks.image_stats import THUMBNAIL_SIDE, downscaled, encode_thumb
 from vit.data.dataset_types import ImageRecord
 from vit.data.image_io import Origin, read_image, read_origin
 from vit.data.sources.image_sources import background, find_sources
-from vit.data.sources.scene_groups import FoundGroups
+from vit.data.sources.scene_groups import NOT_SEARCHED, FoundGroups
 from vit.data.sources.train_val_split import connected
 from vit.errors import BadImage
 from vit.process_resources import usable_cores
@@ -44,16 +44,13 @@ class ImageFacts(NamedTuple):
 
 def find_groups(
     records: Sequence[ImageRecord], root: Path, *, seconds: float | None = None
-) -> FoundGroups | None:
+) -> FoundGroups:
     """The scenes with two images or more, and the sources; unreadable images are in none.
 
     Args:
         records: Images, each once.
         root: Folder that their names are relative to.
-        seconds: Most time that the search may take; None: any.
-
-    Returns:
-        None if it would take longer.
+        seconds: Most time that the search may take, or NOT_SEARCHED is returned; None: any.
     """
     facts: dict[str, ImageFacts] = {}
     paths = [record.path for record in records]
@@ -65,7 +62,7 @@ def find_groups(
             facts |= {path: one for path, one in found if one is not None}
             expected = (time.monotonic() - began) * len(paths) / (start + len(some))
             if seconds is not None and expected > seconds:
-                return None
+                return NOT_SEARCHED
     names, known = [*facts], [*facts.values()]
     pairs = find_near_duplicates(
         [one.thumbnail for one in known],

@@ -55,7 +55,7 @@ from vit.data.sources.label_review import apply_review
 from vit.data.sources.list_files import has_caption_lists, is_list
 from vit.data.sources.list_formats import has_captions
 from vit.data.sources.number_columns import split_cell
-from vit.data.sources.scene_groups import FoundGroups, GroupFinder, Scenes
+from vit.data.sources.scene_groups import FoundGroups, GroupFinder
 from vit.data.sources.split_file import HeldOutSplit
 from vit.data.sources.tar_shards import (
     list_shard_images,
@@ -328,15 +328,14 @@ def open_splits(
     own = validation_split(index.splits)
     held_out = own is None or fold is not None
     others = index.splits.get(own or TEST, []) if fold is None else []
-    identical, scenes, found = None, Scenes(), FoundGroups([])
+    identical, found = None, FoundGroups()
     records = [*images, *others]
     if compare:
         by_path = {record.path: record for record in records}
         identical = equal_files(by_path) if len(by_path) <= MAX_COMPARED else None
         if identical is not None and find_groups is not None and spec.finds_groups:
-            searched = find_groups([*by_path.values()], index.root)
-            scenes, found = Scenes.of(searched, records), searched or found
-    copies = name_copies([*(identical or ()), *scenes.kept], index.root)
+            found = find_groups([*by_path.values()], index.root).divisible(records)
+    copies = name_copies([*(identical or ()), *found.scenes], index.root)
     exclusive = bool(classes) and not (index.multilabel or index.target_classes or index.unlabelled)
     exclusive = exclusive and not (spec.order or spec.captions)  # of which top-1 is not the score
     sources = with_copies(found.sources, copies) if exclusive else {}
@@ -349,7 +348,7 @@ def open_splits(
         copies=copies,
         sources=sources,
     )
-    notes += [*more, *scenes.notes]
+    notes += [*more, *found.notes]
     if others:
         where = index.locations[own or TEST]
         others, more = _relabel(others, classes, index, where, owner="train")
@@ -373,7 +372,7 @@ def open_splits(
         parts = _by_labels(seen), _by_labels(measured)
         learned_paths, measured_paths = ([one.path for one in part] for part in (seen, measured))
         notes += equal_notes(*parts, str(index.root), identical)
-        notes += scenes.leak_notes(learned_paths, measured_paths)
+        notes += found.leak_notes(learned_paths, measured_paths)
         if own and not held_out:
             notes += shared_notes(learned_paths, measured_paths, sources)
     unlike = _unlike_validation(index, spec, train, [*val, *test], compare=compare)
@@ -405,7 +404,7 @@ def open_splits(
             *(
                 {relative(path, index.root): name for path, name in named.items()}
                 for named in (
-                    name_copies(scenes.kept, index.root),
+                    name_copies(found.scenes, index.root),
                     sources,
                     new or {},
                 )

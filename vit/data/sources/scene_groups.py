@@ -9,7 +9,6 @@ import csv
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -27,7 +26,7 @@ from vit.text import plural
 class FoundGroups(NamedTuple):
     """What belongs together among the images of a dataset, by their paths."""
 
-    scenes: Sequence[Sequence[str]]
+    scenes: Sequence[Sequence[str]] = ()
     sources: Mapping[str, str] = MappingProxyType({})
     """As of `find_sources`."""
     backgrounds: Mapping[str, Any] = MappingProxyType({})
@@ -52,31 +51,8 @@ class FoundGroups(NamedTuple):
         """For the JSON of `vit check`: paths of each scene, images of each source."""
         return {"scenes": self.scenes, "sources": dict(Counter(self.sources.values()))}
 
-
-GroupFinder = Callable[[Sequence[ImageRecord], Path], FoundGroups | None]
-"""From the images of a dataset and its root to its groups; None if it would take too long."""
-MAX_SHARE = 0.5
-"""Largest share of the images of a class that one scene may be: else they cannot be divided."""
-COLUMNS = ("image", "group", "source", "new_source")
-"""Of groups.csv."""
-
-
-@dataclass(frozen=True)
-class Scenes:
-    """Sets of images of one scene each."""
-
-    kept: Sequence[Sequence[str]] = ()
-    """Those that stay together, by the paths of their images."""
-    notes: Sequence[str] = ()
-    how: str = ""
-    """By what they were found."""
-
-    @classmethod
-    def of(cls, found: FoundGroups | None, records: Iterable[ImageRecord]) -> "Scenes":
-        """The scenes `found` among `records`, but for those that are most of a class."""
-        if found is None:
-            note = "scenes and sources of images were not looked for: it takes more than 10 % of"
-            return cls(notes=[f"{note} --time; --group none or more time"])
+    def divisible(self, records: Iterable[ImageRecord]) -> "FoundGroups":
+        """Without scenes that are most of a class of `records`; `notes` say what is left."""
         labels = {record.path: record.labels for record in records}
         total = Counter(label for names in labels.values() for label in names)
 
@@ -84,27 +60,26 @@ class Scenes:
             own = Counter(label for path in scene for label in labels[path])
             return all(number <= MAX_SHARE * total[label] for label, number in own.items())
 
-        kept = [scene for scene in found.scenes if is_small(scene)]
-        notes = [*found.notes]
+        kept, notes = [*filter(is_small, self.scenes)], [*self.notes]
         if kept:
             images = plural(sum(map(len, kept)), "image")
             notes.append(
-                f"{images} in {plural(len(kept), 'scene')} ({found.how}): each scene stays in one "
+                f"{images} in {plural(len(kept), 'scene')} ({self.how}): each scene stays in one "
                 "split and counts as one image; --group none takes images one by one"
             )
-        if left := len(found.scenes) - len(kept):
+        if left := len(self.scenes) - len(kept):
             notes.append(
                 f"{plural(left, 'scene')} with more than half of the images of a class: not kept "
                 "together; add images of others, or --group COLUMN|REGEX says what belongs together"
             )
-        return cls(kept, notes, found.how)
+        return self._replace(scenes=kept, notes=notes)
 
     def leak_notes(self, train: Iterable[str], val: Iterable[str]) -> list[str]:
         """A note about validation images of the data whose scene was trained on, by their paths."""
         trained, validated = {*train}, {*val}
         seen = {
             path
-            for scene in self.kept
+            for scene in self.scenes
             if not trained.isdisjoint(scene)
             for path in validated.intersection(scene)
         }
@@ -115,6 +90,20 @@ class Scenes:
             f"training images ({self.how}), and score too well for new ones: move each scene to "
             "one side, or give the training images alone and we hold some out"
         ]
+
+
+GroupFinder = Callable[[Sequence[ImageRecord], Path], FoundGroups]
+"""From the images of a dataset and its root to its groups."""
+NOT_SEARCHED = FoundGroups(
+    notes=[
+        "scenes and sources of images were not looked for: it takes more than 10 % of --time; "
+        "--group none or more time"
+    ]
+)
+MAX_SHARE = 0.5
+"""Largest share of the images of a class that one scene may be: else they cannot be divided."""
+COLUMNS = ("image", "group", "source", "new_source")
+"""Of groups.csv."""
 
 
 def groups_table(groups: ImageGroups, images: Iterable[str] = ()) -> bytes:
