@@ -1,6 +1,6 @@
 """Whether the accuracy on new sources that a training reports is that on new cameras.
 
-    python -m benchmarks.new_sources DATA [--draws 10] [--image-size 32] [--out FILE]
+    python -m benchmarks.new_sources DATA [--draws 10] [--image-size 32] [--set NAME=VALUE]
 
 In each draw the photographs of DATA (folders of classes) are taken by 5 to 40 simulated cameras,
 with shares as 1 / rank: a colour cast, a tone curve, blur, noise, a vignette and a JPEG quality of
@@ -194,8 +194,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--patch-size", type=int, default=4)
+    parser.add_argument("--set", action="append", default=[], help="another setting of the training")
     args = parser.parse_args()
     TRAINING["patch_size"] = args.patch_size
+    TRAINING.update(one.split("=", 1) for one in args.set)
     results = []
     for number in range(args.first, args.first + args.draws):
         results.append(draw(args.data, number, args.photographs, args.epochs, args.image_size))

@@ -248,9 +248,9 @@ class AugmentConfig(Section):
     """Probability of erasing a random rectangle (arXiv:1708.04896)."""
     repeats: int = setting(1, "--aug-repeats", least=1)
     """Repeated augmentation: copies of an image in a batch (arXiv:1901.09335)."""
-    mixup: float = setting(0.0, least=0, tasks=MIXED)
+    mixup: float = setting(0.0, least=0, tasks=MIXED, before_plan=True)
     """Alpha of MixUp's Beta distribution (arXiv:1710.09412); 0 is off."""
-    cutmix: float = setting(0.0, least=0, tasks=MIXED)
+    cutmix: float = setting(0.0, least=0, tasks=MIXED, before_plan=True)
     """Alpha of CutMix's Beta distribution (arXiv:1905.04899); 0 is off."""
     mix_probability: float = setting(
         1.0, "--mixup-prob", least=0, most=1, read_by=({"mixup": ON, "cutmix": ON},)
