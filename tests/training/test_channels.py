@@ -323,6 +323,7 @@ def write_pages(path: Path, seed: int, names=NAMES, axes="CYX", **more: Any) -> 
     tifffile.imwrite(path.with_suffix(".tif"), values.transpose(2, 0, 1), **options)
 
 
+@pytest.mark.slow
 def test_channels_in_pages_are_chosen_by_name_up_to_the_exported_file(config_of, tmp_path, capsys):
     data, out, other = folder_of(tmp_path / "data", write_pages, 10), tmp_path / "run", "net.onnx"
     config = config_of(data, epochs=1, channel_order=("blue", "nir"))

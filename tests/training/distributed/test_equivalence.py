@@ -122,6 +122,7 @@ def test_experts_train_equally_on_two_processes(outcome_of):
     assert not torch.equal(other.weights[last], one.weights[last])
 
 
+@pytest.mark.slow
 def test_a_step_sees_the_images_of_the_sampler(outcome_of):
     schedule = MicroBatchSampler(count=TRAIN, seed=0, batch_size=BATCH)
     batches = [batch for epoch in range(EPOCHS) for batch in schedule.micro_batches(epoch)]
