@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--patch-size", type=int, default=4)
-    parser.add_argument("--set", action="append", default=[], help="another setting of the training")
+    parser.add_argument(
+        "--set", action="append", default=[], help="another setting of the training"
+    )
     args = parser.parse_args()
     TRAINING["patch_size"] = args.patch_size
     TRAINING.update(one.split("=", 1) for one in args.set)
