@@ -99,7 +99,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Taxonomies",
-        "tasks/taxonomy class_tree evaluation/taxonomy_metrics data/sources/taxonomy_file",
+        "tasks/taxonomy class_tree data/sources/taxonomy_file",
         *("train predict evaluate", "taxonomy", DATA, "torch onnx openvino export"),
     ),
     Capability(
@@ -115,7 +115,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Captions",
         "tasks/captioning model/decoder model/captioner model/kv_cache generation data/captions "
-        "training/caption_vocabulary evaluation/caption_metrics evaluation/caption_page "
+        "evaluation/caption_metrics evaluation/caption_page "
         "config/decoder_config exported/exported_captioner "
         "export/captioner_graph",
         *("train predict evaluate", tasks_with("writes_captions"), "list shards hub builtin"),
@@ -143,7 +143,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Plan a training",
-        "training/plan training/plan_rules training/plan_weights training/training_speed "
+        "training/plan training/plan_rules training/plan_weights "
         "commands/plan_command",
         *("plan train", TASKS, DATA, "torch"),
         tests="training/test_recipes",
@@ -303,7 +303,7 @@ CAPABILITIES: Sequence[Capability] = (
     ),
     Capability(
         "Notice images that differ from the calibration's",
-        "calibration_reference evaluation/drift_detection inference/drift serving/watch_file "
+        "calibration_reference evaluation/drift_detection inference/drift "
         "commands/drift_command",
         *("drift serve", tasks_with("measures_distance"), "folder list", "torch"),
     ),

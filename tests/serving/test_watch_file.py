@@ -9,8 +9,8 @@ import vit
 from tests.serving.conftest import running
 from vit.commands.main import main
 from vit.errors import ConfigError
-from vit.serving import watch_file
-from vit.serving.watch_file import WatchFile
+from vit.serving import server_metrics
+from vit.serving.server_metrics import WatchFile
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def run(reference_run):
 
 
 def test_answers_are_counted_over_restarts(run, files, tiny_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(watch_file, "LINE_IMAGES", 10)
+    monkeypatch.setattr(server_metrics, "LINE_IMAGES", 10)
     file = tmp_path / "field.jsonl"
     with running([run], watch=str(file)) as client:
         assert client.get("/models").json["models"][0]["rejects"]
@@ -47,7 +47,7 @@ def test_answers_are_counted_over_restarts(run, files, tiny_data, tmp_path, monk
 
 
 def test_a_line_is_written_after_a_time(run, tmp_path, monkeypatch, files):
-    monkeypatch.setattr(watch_file, "LINE_SECONDS", 0.05)
+    monkeypatch.setattr(server_metrics, "LINE_SECONDS", 0.05)
     file = tmp_path / "field.jsonl"
     with running([run], watch=str(file)) as client:
         client.send(files[:2])

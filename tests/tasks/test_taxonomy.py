@@ -17,10 +17,9 @@ from vit.class_tree import ClassTree, answer_of, distance, is_at_or_above
 from vit.commands.main import main
 from vit.config.setting_layers import make_config
 from vit.evaluation.fit_calibration import fit_calibration, node_confidences
-from vit.evaluation.taxonomy_metrics import NodeOutcomes
 from vit.evaluation.temperature_scaling import fit_temperature
 from vit.score_calibration import ScoreCalibration
-from vit.tasks.taxonomy import NodeTally
+from vit.tasks.taxonomy import NodeOutcomes, NodeTally
 
 COLORS = {
     "animals/mammals/cat": (200, 40, 40),

@@ -26,7 +26,7 @@ from vit.evaluation.model_summary import FlopCounter, cost_of
 from vit.model.captioner import Captioner
 from vit.tasks.task import get_task
 from vit.training import plan as planning
-from vit.training import training_speed, trial_training
+from vit.training import trial_training
 from vit.training.distributed import collectives
 from vit.training.plan import (
     PROBE,
@@ -52,7 +52,7 @@ from vit.training.plan_rules import (
     network_settings,
 )
 from vit.training.settings_from_data import list_data, open_data
-from vit.training.training_speed import measure_speed, probe_network
+from vit.training.trial_training import measure_speed, probe_network
 
 PHOTOS = Facts(
     images=3000,
@@ -539,7 +539,7 @@ def test_what_no_plan_is_made_for_is_refused_before_the_data_are_opened(words, m
 
 
 def test_planning_keeps_every_setting_that_was_chosen(photos, monkeypatch):
-    monkeypatch.setattr("vit.training.training_speed.PROBE_STEPS", 1)
+    monkeypatch.setattr("vit.training.trial_training.PROBE_STEPS", 1)
     chosen = {"data": str(photos), "epochs": 2, "hflip": 0.0, "seed": 3, "norm": "rmsnorm"}
     chosen["precision"] = "fp32"
     config, plan = plan_training(chosen)
@@ -759,7 +759,7 @@ def test_a_gpu_is_timed_with_as_many_images_as_fit(monkeypatch, most, batch, fit
         return 0.5
 
     monkeypatch.setattr(trial_training, "max_over_processes", lambda _, number: number)
-    monkeypatch.setattr(training_speed, "step_seconds", seconds)
+    monkeypatch.setattr(trial_training, "step_seconds", seconds)
     gpu = torch.device("cuda")
     accelerator = SimpleNamespace(device=gpu, num_processes=2, free_memory=lambda: None)
     network = PHOTO_NETWORKS[0]
@@ -840,8 +840,8 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
         timed.append(probe_network(row, stats))
         return timed[-1]
 
-    monkeypatch.setattr("vit.training.training_speed.probe_network", recorded)
-    monkeypatch.setattr("vit.training.training_speed.PROBE_STEPS", 1)
+    monkeypatch.setattr("vit.training.trial_training.probe_network", recorded)
+    monkeypatch.setattr("vit.training.trial_training.PROBE_STEPS", 1)
     chosen = {"data": str(captions), "task": "caption", "time": "20s", "precision": "fp32"}
     config, plan = plan_training(chosen)
     assert {type(network) for network in timed} == {Captioner}

@@ -38,8 +38,7 @@ from vit.serving.openapi_document import PREDICT_PARAMETERS, openapi_document
 from vit.serving.request_body import BodyReader, ClientGone, MemoryBudget, check_name
 from vit.serving.served_model import RowOptions, ServedModel, Upload
 from vit.serving.server_config import MEGABYTE, RequestError, ServerConfig
-from vit.serving.server_metrics import ServerMetrics
-from vit.serving.watch_file import WatchFile
+from vit.serving.server_metrics import ServerMetrics, WatchFile
 from vit.text import nearest, printable
 
 CAPTION_FLAGS = {field.name for field in fields(Search)} - {"top_k"} | {"sample_top_k"}

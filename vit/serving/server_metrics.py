@@ -2,9 +2,17 @@
 
 Processes that share an address write theirs to files in the folder that the environment variable
 SHARED_FOLDER names, and each of them answers with the sums.
+
+`vit serve --watch FILE` appends a line for some images to FILE, for `vit drift RUN FILE`: the time,
+and counts in the bins of the reference (vit/calibration_reference.py). {"time", "calibration",
+"images", "answers": {CLASS: IMAGES}, "scores": [IMAGES], "distances": [IMAGES]}.
 """
 
+import asyncio
 import os
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,7 +23,12 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
+from vit.atomic_files import explain_write_errors
+from vit.calibration_reference import CalibrationReference
+from vit.errors import BadImage, RunError
+from vit.output.prediction_results import ImageOutput, to_json
 from vit.score_calibration import UNCERTAIN, UNLIKE
+from vit.text import Notify, plural
 
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Set before this module is imported."""
@@ -101,3 +114,59 @@ class ServerMetrics:
 def forget_process(process: int, folder: str) -> None:
     """Take a process that has ended out of the gauges; what it counted stays."""
     mark_process_dead(process, folder)  # type: ignore[no-untyped-call]
+
+
+LINE_IMAGES = 50
+"""Images of a line."""
+LINE_SECONDS = 3600.0
+"""Seconds after the first image of a line until it is written with fewer."""
+
+
+class WatchFile:
+    """A file that lines are appended to."""
+
+    def __init__(self, path: str, notify: Notify) -> None:
+        self.path, self.notify = path, notify
+        self.reference: CalibrationReference | None = None
+        self.rows: list[ImageOutput] = []
+        self.timer: asyncio.TimerHandle | None = None
+        with explain_write_errors(path), open(path, "ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # half a line, of a server that was killed
+                    file.write(b"\n")
+
+    def add(self, reference: CalibrationReference, outputs: Sequence[Any]) -> None:
+        """Count the outputs of some images of a model with this reference."""
+        if reference is not self.reference:
+            self.flush()
+            self.reference = reference
+        self.rows += [
+            ImageOutput("", one.probabilities, distance=one.distance)
+            for one in outputs
+            if not isinstance(one, BadImage)
+        ]
+        if len(self.rows) >= LINE_IMAGES:
+            self.flush()
+        elif self.rows and self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(LINE_SECONDS, self.flush)
+
+    def flush(self) -> None:
+        """Write a line of what was counted since the last one."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if self.reference is None or not self.rows:
+            return
+        line = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "calibration": self.reference.calibration,
+            "images": len(self.rows),
+            **self.reference.count(self.rows),
+        }
+        rows, self.rows = self.rows, []
+        try:
+            with explain_write_errors(self.path), open(self.path, "ab") as file:
+                file.write((to_json(line) + "\n").encode())
+        except RunError as error:
+            self.notify(f"{error}; {plural(len(rows), 'image')} not counted")

@@ -88,12 +88,12 @@ from vit.training.settings_from_data import (
     refuse_for_channels,
     takes_channels,
 )
-from vit.training.training_speed import (
+from vit.training.trial_training import (
     HEADROOM,
     Measure,
+    limit_gpu_memory,
     measure_speed,
 )
-from vit.training.trial_training import limit_gpu_memory
 from vit.weights.saved_model import read_pretraining_run
 
 SHARED_MEMORY = Path("/dev/shm")

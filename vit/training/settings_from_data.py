@@ -16,7 +16,8 @@ from vit.config import Config, DataConfig, ModelConfig
 from vit.config.setting_layers import with_settings
 from vit.config.settings import refuse
 from vit.data.auto_augment import THREE_JITTER
-from vit.data.captions.tokenizer import Tokenizer
+from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
+from vit.data.captions.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
 from vit.data.checks.scenes import find_groups
 from vit.data.dataset_types import ImageRecord, Sample, Splits, labels_of
 from vit.data.image_io import StoredValues, check_header, set_max_pixels
@@ -35,7 +36,6 @@ from vit.paths import is_group_list
 from vit.process_resources import usable_cores
 from vit.tasks.task import Task, get_task
 from vit.text import Notify, join_names, plural, printable
-from vit.training.caption_vocabulary import prepare_captions
 from vit.training.distributed.collectives import on_main
 from vit.training.finetune.finetune_settings import (
     complete_for_added_classes,
@@ -43,6 +43,7 @@ from vit.training.finetune.finetune_settings import (
     seen_images_note,
 )
 from vit.weights.formats.pretrained import Pretrained
+from vit.weights.saved_model import read_tokenizer
 
 THREADS = 8
 """Where the disk is what takes time; where reading takes the processor's, more are slower."""
@@ -484,3 +485,77 @@ def _check_chunk(samples: Sequence[Sample], axes: str) -> HeaderScan:
             # without the traceback, which holds memory
             found.bad.append(BadImage(bad.path, bad.reason))
     return found
+
+
+def prepare_captions(
+    config: Config,
+    splits: Splits,
+    accelerator: Accelerator,
+    resumed: Path | None,
+    pretrained: Tokenizer | None,
+    notify: Notify,
+) -> tuple[Config, Splits]:
+    """Complete settings and splits with a tokenizer, and drop captions that are too long."""
+    tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
+    captions = [caption for sample in splits.train for caption in sample.captions]
+    if unknown := tokenizer.count_unknown(captions):
+        notify(
+            f"note: {plural(unknown, 'training caption')} with words that the tokenizer does not "
+            "know; --tokenizer bpe knows all"
+        )
+    requested = config.decoder.vocab_size
+    if requested is not None and tokenizer.size > requested:
+        raise ConfigError(
+            f"vocab_size={requested}: the tokenizer has {tokenizer.size}; leave it out"
+        )
+    most = config.decoder.caption_tokens
+    if most is None:
+        most = (
+            CaptionIds([captions], tokenizer, DEFAULT_MAX_TOKENS).longest_kept or DEFAULT_MAX_TOKENS
+        )
+    train, on_train = drop_long_captions(splits.train, tokenizer, most)
+    val, on_val = drop_long_captions(splits.val, tokenizer, most)
+    test, _ = drop_long_captions(splits.test, tokenizer, most)
+    if on_train or on_val:
+        notify(
+            f"note: left out {plural(on_train, 'training caption')} and {on_val:,} of validation "
+            f"that are longer than caption_tokens={most}"
+        )
+    if not train or not val or 2 * on_train > len(captions):
+        raise DataError(
+            f"caption_tokens={most}: {on_train:,} of {len(captions):,} training captions are "
+            "longer; use a larger --caption-tokens"
+        )
+    config = with_settings(config, vocab_size=tokenizer.size, caption_tokens=most)
+    splits = dataclasses.replace(splits, train=train, val=val, test=test, tokenizer=tokenizer)
+    return config, splits
+
+
+def make_tokenizer(
+    config: Config,
+    splits: Splits,
+    accelerator: Accelerator,
+    resumed: Path | None,
+    pretrained: Tokenizer | None,
+) -> Tokenizer:
+    """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`."""
+
+    def make() -> str:
+        if resumed is not None:
+            return read_tokenizer(resumed).to_json()
+        if pretrained is not None:
+            return pretrained.to_json()
+        if config.decoder.tokenizer != "bpe":
+            return open_tokenizer(config.decoder.tokenizer).to_json()
+        captions = (caption for sample in splits.train for caption in sample.captions)
+        return train_tokenizer(captions, vocab_size=config.decoder.vocab_size).to_json()
+
+    return Tokenizer.from_json(on_main(accelerator, make))
+
+
+def drop_long_captions(
+    samples: tuple[Sample, ...], tokenizer: Tokenizer, most: int
+) -> tuple[tuple[Sample, ...], int]:
+    """Samples with a caption of at most `most` tokens, and the number of longer captions."""
+    ids = CaptionIds([sample.captions for sample in samples], tokenizer, most)
+    return tuple(s for place, s in enumerate(samples) if ids.count(place)), ids.too_long
