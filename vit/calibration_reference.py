@@ -98,7 +98,6 @@ def bin_edges(reference: Sequence[float]) -> Array:
 
 
 def bin_counts(values: Sequence[float] | Array, reference: Sequence[float]) -> list[int]:
-    """Number of values in each bin of `reference`."""
     edges = bin_edges(reference)
     places = np.searchsorted(edges, np.round(np.asarray(values, np.float64), DIGITS))
     counts: list[int] = np.bincount(places, minlength=len(edges) + 1).tolist()

@@ -12,7 +12,6 @@ MAX_JSON_BYTES = 50_000_000
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open the regular file `path` for reading."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise OSError(errno.EINVAL, "it is no regular file")
@@ -34,7 +33,6 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
     raw = read_bytes(path)
     try:
         content = json.loads(raw)

@@ -28,7 +28,6 @@ def ignore(*_: object) -> None:
 
 
 def print_to_stderr(line: str) -> None:
-    """Print a line to standard error."""
     print(line, file=sys.stderr)
 
 

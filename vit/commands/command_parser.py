@@ -288,7 +288,6 @@ def share(word: str) -> float:
 
 
 def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --json."""
     parser.add_argument("--json", metavar="FILE", help=what)
 
 
@@ -320,7 +319,6 @@ def add_setting(group: Any, setting: Setting) -> None:
 
 
 def default_text(setting: Setting) -> str:
-    """The default of a setting as --help shows it."""
     if setting.name == "num_classes":
         return ""
     if setting.properties.decided_by == "preset":

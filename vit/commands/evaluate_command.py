@@ -111,7 +111,6 @@ def format_scores(scores: Mapping[str, Any]) -> str:
 
 
 def metric_lines(scores: Mapping[str, Any]) -> list[str]:
-    """A line for each metric."""
     lines = []
     groups = f", of {plural(scores['groups'], 'group')}" if "groups" in scores else ""
     for row in metric_rows(scores):

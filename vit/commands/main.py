@@ -101,7 +101,6 @@ def _end_output(name: str, error: OSError) -> int:
 
 
 def run_command(name: str, words: list[str]) -> int:
-    """Parse the arguments of one command and run it."""
     command = importlib.import_module(f"vit.commands.{name}_command")
     parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:

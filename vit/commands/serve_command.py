@@ -178,7 +178,6 @@ def serve(
 
 
 def read_token(token: str | None, path: str | None) -> str | None:
-    """The token, of the flag or of a file."""
     if path is None:
         return token
     if token is not None:

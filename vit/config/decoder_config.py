@@ -56,7 +56,6 @@ class DecoderConfig(Section):
     """Maximum vocabulary of a trained tokenizer; chosen from the data when left empty."""
 
     def check_with(self, encoder: ModelConfig) -> None:
-        """Check the settings against those of the encoder."""
         dim, heads = self.resolve_dim(encoder), self.resolve_num_heads(encoder)
         if dim % heads:
             self.refuse("decoder_heads", f"decoder_dim={dim} does not split into {heads} heads")
@@ -81,14 +80,12 @@ class DecoderConfig(Section):
         return self.decoder_dim or encoder.dim
 
     def resolve_num_heads(self, encoder: ModelConfig) -> int:
-        """Attention heads."""
         if self.decoder_heads is not None:
             return self.decoder_heads
         dim = self.resolve_dim(encoder)
         return encoder.num_heads if dim == encoder.dim else max(dim // 64, 1)
 
     def block_config(self, encoder: ModelConfig) -> ModelConfig:
-        """Model config of the decoder's blocks."""
         shared = EXPERT_SETTINGS if self.decoder_feedforward == "moe" else ()
         return ModelConfig(
             dim=self.resolve_dim(encoder),

@@ -219,7 +219,6 @@ class ExportOptions(Section):
 
 
 def check_row_settings(config: PredictionConfig | EvaluationConfig) -> None:
-    """Check the settings of rows that both have."""
     if isinstance(config.csv_digits, int) and not 0 <= config.csv_digits <= 17:
         config.refuse("csv_digits", "choose 0 to 17, or full")
 

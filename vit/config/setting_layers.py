@@ -43,7 +43,6 @@ def all_settings() -> dict[str, Setting]:
 
 
 def settings_with(**properties: Any) -> list[str]:
-    """Names of the settings with these properties."""
     return [
         name
         for name, found in all_settings().items()
@@ -191,7 +190,6 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_unknown(key: Any, value: Any) -> str:
-    """A hint for an unknown key."""
     if key in FLAGS_ONLY:
         return f" of a file: give it as the flag --{key}"
     if isinstance(value, dict):
@@ -262,7 +260,6 @@ def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_types(section: str) -> dict[str, Any]:
-    """Type of each setting of a section, by name."""
     return {name: found.kind for name, found in all_settings().items() if found.section == section}
 
 

@@ -118,7 +118,6 @@ class Section:
 
 
 def refuse(name: str, value: Any, why: str) -> None:
-    """Raise a ConfigError that names the setting and its value."""
     error = ConfigError(f"{name}={value!r}: {why}")
     error.setting = name
     raise error
@@ -126,7 +125,6 @@ def refuse(name: str, value: Any, why: str) -> None:
 
 @cache
 def properties_of(kind: SectionClass) -> dict[str, Properties]:
-    """The properties of each setting of a section."""
     plain, shared = Properties(), getattr(kind, "shared", {})
     known = {one.name: one.metadata.get("is", plain) for one in fields(kind)}
     return {name: replace(one, **shared) for name, one in known.items()} if shared else known

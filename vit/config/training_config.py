@@ -173,7 +173,6 @@ class TrainingConfig(Section):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks in `task`."""
         return tuple(self.task.split(","))
 
     @property
@@ -245,7 +244,6 @@ class FinetuneConfig(Section):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """`lora_targets` as names."""
         return tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
 
 

@@ -58,7 +58,6 @@ class UserCode:
         return [pair for pair in (*given, ("transform", self.transform)) if pair[1] is not None]
 
     def record(self) -> list[dict[str, str]]:
-        """The content of user_code.json."""
         return [{"argument": name, **describe(code)} for name, code in self.items()]
 
     def require_same(self, folder: Path) -> None:

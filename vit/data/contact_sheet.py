@@ -29,7 +29,6 @@ CONTRAST = 0.75
 
 
 def check_sheet_name(path: str | Path) -> None:
-    """Refuse the name of a sheet that is not a PNG."""
     if Path(path).suffix.lower() != ".png":
         raise ConfigError(f"{path}: give a name that ends in .png")
 
@@ -77,7 +76,6 @@ def tile(image: Tensor) -> Image.Image:
 
 
 def truncate(text: str) -> str:
-    """Truncate `text` to MAX_TEXT characters."""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
 
 
@@ -157,7 +155,6 @@ def has_all(font: Any, text: str) -> bool:
 
 @cache
 def has_glyph(font: Any, character: str) -> bool:
-    """Whether `font` has a glyph for `character`."""
     if character.isspace():
         return True
     try:

@@ -112,7 +112,6 @@ class MicroBatchLoader:
         OPEN_LOADERS.add(self)
 
     def start_pass(self) -> None:
-        """Begin a pass over the micro-batches."""
         if self.workers:
             wait_for_exiting_threads()
         self.owner_pid = os.getpid()
@@ -146,7 +145,6 @@ class MicroBatchLoader:
         )
 
     def next_batch(self) -> Batch:
-        """Return the next micro-batch."""
         try:
             return next(self.batches)
         except RuntimeError as error:
@@ -251,7 +249,6 @@ class TrainingLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps of one epoch."""
         return self.sampler.steps_per_epoch
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:

@@ -105,7 +105,6 @@ class ImageDataset(Dataset[Batch]):
         return len(self.labels)
 
     def path(self, index: int) -> str:
-        """The path of one sample."""
         return os.fsdecode(self.names[self.ends[index] : self.ends[index + 1]])
 
     def __getitem__(self, key: SampleKey) -> Batch:

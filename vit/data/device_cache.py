@@ -62,7 +62,6 @@ class DeviceCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the images are."""
         return self.pixels.device
 
     def gather(self, samples: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,6 @@ def _key(name: bytes) -> int:
 
 
 def read_index(path: str) -> TarIndex:
-    """Read the index of the tar file `path`."""
     try:
         with _HeaderFile(path) as file:
             return _read_members(path, file)

@@ -302,7 +302,6 @@ class Header(NamedTuple):
 
 
 def read_header(path: PathLike | EncodedImage, axes: str = "") -> Header:
-    """Read the header of the image at `path`."""
     with _open_image(path, axes) as image:
         transpose = EXIF_TRANSPOSE.get(_orientation(image))
         size = image.size[::-1] if transpose in SWAPS_SIDES else image.size
@@ -760,7 +759,6 @@ def upright_rgb(
 
 
 def _turn_upright(rgb: Image.Image, orientation: int) -> Image.Image:
-    """Turn an image upright by its EXIF orientation."""
     transpose = EXIF_TRANSPOSE.get(orientation)
     return rgb if transpose is None else rgb.transpose(transpose)
 

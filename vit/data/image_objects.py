@@ -59,7 +59,6 @@ def named_images(
 
 
 def named_image(image: ImageInput | NamedImage, index: int) -> NamedImage:
-    """The image at `index` of a list with its name."""
     if isinstance(image, NamedImage):
         return image
     if isinstance(image, str):
@@ -124,7 +123,6 @@ def to_channels(source: Any, name: str, spec: ChannelSpec) -> ChannelImage:
 
 
 def to_array_image(source: Any, name: str) -> ArrayImage:
-    """An array or tensor as an opened image."""
     what, tensor = f"{name} is {describe(source)}", not isinstance(source, np.ndarray)
     if tensor:  # numpy has no bfloat16
         source = source.detach().cpu()

@@ -210,7 +210,6 @@ def open_tiles(path: PathLike | EncodedImage, grid: TileGrid) -> TiledImage:
 
 
 def tiles_in_memory(image: Image.Image, name: str, grid: TileGrid) -> TiledImage:
-    """The tiles of an RGB image in memory."""
     whole = Segments(image.height, image.width, lambda _: np.asarray(image))
     return TiledImage(name, image.size, grid, lambda: nullcontext(whole))
 

@@ -133,7 +133,6 @@ MAX_XML = 4_000_000
 
 
 def open_tiff(file: BinaryIO) -> Any:
-    """The pages of a TIFF."""
     import tifffile
 
     logging.getLogger("tifffile").disabled = True  # what it has to say of damage is raised
@@ -375,8 +374,6 @@ def check_inflated(page: Any, data: bytes) -> None:
 
 
 def read_npy(file: BinaryIO) -> ArrayImage:
-    """Read the header of a `.npy` file."""
-
     def opened() -> contextlib.nullcontext[BinaryIO]:
         file.seek(0)
         return contextlib.nullcontext(file)
@@ -440,7 +437,6 @@ DICOM_COLOURS = (
 
 
 def read_dicom(file: BinaryIO) -> ArrayImage:
-    """Read the header of a DICOM file."""
     if importlib.util.find_spec("pydicom") is None:
         raise UnusableFile("a DICOM file: pip install 'vit-toolkit[dicom]'")
     import pydicom
@@ -648,12 +644,10 @@ class ChannelImage:
 
     @property
     def width(self) -> int:
-        """In pixels."""
         return self.size[0]
 
     @property
     def height(self) -> int:
-        """In pixels."""
         return self.size[1]
 
     def _each(self, operation: Callable[[int, Image.Image], Image.Image]) -> "ChannelImage":

@@ -80,7 +80,6 @@ class MicroBatchSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps per epoch."""
         return self.epoch_steps or self.steps_per_pass
 
     @property

@@ -108,7 +108,6 @@ class SharedMemoryDataset(Dataset["SharedBatch"]):
         self.dataset, self.pool = dataset, pool
 
     def __getitems__(self, request: LoadRequest) -> "SharedBatch":
-        """Load the micro-batch of `request`."""
         in_slot: Tensor | None = None
 
         def allocate(count: int, image: Tensor) -> Tensor:

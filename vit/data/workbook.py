@@ -23,7 +23,6 @@ INSTALL = "pip install 'vit-toolkit[xlsx]'"
 
 
 def is_workbook(path: str) -> bool:
-    """Whether a name is that of a workbook."""
     return path.lower().endswith(SUFFIX)
 
 

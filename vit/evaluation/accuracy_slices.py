@@ -108,7 +108,6 @@ class AccuracySlice:
         }
 
     def sentence(self) -> str:
-        """The result in words."""
         low, high = self.interval
         return (
             f"less accurate where {self.title} is {printable(self.name)}: "
@@ -136,7 +135,6 @@ def accuracy_slices(
 def slices_of(
     right: Sequence[bool | None], feature: Feature, groups: Tensor | None
 ) -> list[AccuracySlice]:
-    """Slices of the images by one feature."""
     known = [
         (value, bool(hit), place)
         for place, (value, hit) in enumerate(zip(feature.values, right, strict=True))

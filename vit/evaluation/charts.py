@@ -63,7 +63,6 @@ def line_chart(
     best: int,
     unit: str = "",
 ) -> Chart:
-    """A chart of `curves` over `epochs`."""
     values = [value for curve in curves.values() for value in curve]
     low = 0.0 if 0 <= min(values) < 0.6 * max(values) else min(values)
     ticks, to_y = _vertical_axis(low, max(values), unit)

@@ -72,7 +72,6 @@ def _scenes(report: CheckReport) -> list[dict[str, Any]]:
 
 
 def _problem(report: CheckReport, problem: Problem) -> dict[str, Any]:
-    """One problem with its first images."""
     readable = set() if problem.kind in WITHOUT_IMAGE else report.stats.keys()
     images = [
         {

@@ -56,7 +56,6 @@ class Windows(NamedTuple):
 
     @staticmethod
     def of(lines: int) -> "Windows":
-        """Those of a stream."""
         parts = []
         for j in range(lines.bit_length()):
             length, step = 2**j, max(2 ** (j - 1), 1)

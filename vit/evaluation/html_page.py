@@ -38,7 +38,6 @@ THUMBNAIL, TINY = 240, 96  # pixels
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page that `template`, a file of templates/, makes of `values`."""
     return _environment().get_template(template).render(version=__version__, **values)
 
 
@@ -64,7 +63,6 @@ def _environment() -> "Environment":
 
 
 def metric(value: float | None, name: str) -> str:
-    """The value of a metric in words."""
     return metric_of(name).text(value)
 
 

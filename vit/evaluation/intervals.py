@@ -58,7 +58,6 @@ def number_groups(names: Sequence[str]) -> Tensor:
 
 
 def count_groups(groups: Tensor) -> int:
-    """Number of groups of `number_groups`."""
     return 1 + int(groups.max())
 
 

@@ -83,7 +83,6 @@ class MetricRow(NamedTuple):
 
     @property
     def metric(self) -> Metric:
-        """What it means."""
         return metric_of(self.name)
 
 

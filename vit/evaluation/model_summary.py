@@ -65,7 +65,6 @@ BLOCK = {
 
 
 def weight_tensors(network: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of `network`."""
     return [*network.parameters(), *network.buffers()]
 
 
@@ -380,7 +379,6 @@ def part_rows(owner: nn.Module, labels: Mapping[str, str], calls: CallsOf) -> tu
 
 
 def block_row(block: nn.Module, calls: CallsOf) -> Part:
-    """One block with its parts."""
     seen, learned = calls[block], count_learned([block])
     return Part(
         name="block",
@@ -394,7 +392,6 @@ def block_row(block: nn.Module, calls: CallsOf) -> Part:
 
 
 def count_learned(members: Sequence[Member]) -> int:
-    """Size of the parameters of `members`."""
     return sum(
         parameter.numel()
         for member in members
@@ -490,7 +487,6 @@ def number_ranges(numbers: Sequence[int]) -> str:
 
 
 def memory_lines(memory: Memory) -> list[str]:
-    """Text of the memory estimate."""
     images = "1 image" if memory.batch_size == 1 else f"{memory.batch_size} images"
     return [
         "Memory, estimated without what libraries, kernels and gaps take; fp32 if not said:",

@@ -144,7 +144,6 @@ def _summarize_choice(
     *,
     brief: bool,
 ) -> dict[str, Any]:
-    """Scores of a choice, as of a classifier."""
     if not len(labels):
         return {"count": 0}
     return summarize_classes(Outcomes.of(probabilities, labels), classes, groups, brief=brief)

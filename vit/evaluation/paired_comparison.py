@@ -247,12 +247,10 @@ class PairedComparison:
 
     @property
     def images(self) -> str:
-        """The images in words."""
         groups = f" of {plural(self.groups, 'group')}" if self.groups else ""
         return f"{plural(self.count, 'image')}{groups}"
 
     def sentence(self) -> str:
-        """The result in words."""
         low, high = self.interval
         a, b = (side[self.score] for side in self.sides)
         numbers = (
@@ -333,12 +331,10 @@ class RunsComparison:
 
     @property
     def first(self) -> PairedComparison:
-        """The comparison of the first two."""
         return self.pairs[0, 1]
 
     @cached_property
     def sides(self) -> list[dict[str, Any]]:
-        """The scores of each classifier."""
         others = (self.pairs[0, place].sides[1] for place in range(1, len(self.names)))
         return [self.first.sides[0], *others]
 

@@ -67,7 +67,6 @@ class RunFacts:
 
 
 def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:
-    """Write report.html of a run."""
     folder, epochs = facts.folder, facts.epochs
     best = next((event for event in epochs if event["epoch"] == facts.best_epoch), {})
     page = render_page(
@@ -111,7 +110,6 @@ def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | No
 def epoch_chart(
     facts: RunFacts, title: str, curves: Mapping[str, Sequence[str]], unit: str = ""
 ) -> Chart:
-    """A chart over epochs."""
     values = {
         label: [next(event[key] for key in keys if key in event) for event in facts.epochs]
         for label, keys in curves.items()

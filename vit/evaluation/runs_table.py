@@ -104,7 +104,6 @@ class RunRecord:
 
     @property
     def data(self) -> str | None:
-        """The data of the training, as given."""
         data = self.settings.get("data")
         return None if data is None else str(data)
 

@@ -55,7 +55,6 @@ class Accuracy:
             )
 
     def line(self) -> str:
-        """Text of the comparison."""
         left_out = f"; {self.failed} could not be read" if self.failed else ""
         answer = "class" if self.score == "top-1" else "classes"
         alike = f"numbers within {self.difference:.2g}"

@@ -45,7 +45,6 @@ class ExportReport:
         return self.verification is None or self.verification.agrees
 
     def lines(self) -> list[str]:
-        """Text of the report."""
         largest = f"{self.exported.difference:.1e}"
         lines = [f"same as torch up to {largest} of the largest value, on random inputs"]
         if self.verification is not None:
@@ -53,7 +52,6 @@ class ExportReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON of `vit export`."""
         files, accuracy = self.exported.files, self.exported.accuracy
         return {
             "run": self.run,

@@ -98,7 +98,6 @@ class Value:
         return number if isinstance(number, Value) else self.nodes.constant(number, self.kind)
 
     def cast(self, kind: DTypeLike) -> "Value":
-        """Cast to another type."""
         code = self.nodes.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
         return self.nodes.add("Cast", self, kind=kind, to=code)
 
@@ -193,7 +192,6 @@ def axes_of(images: Value, preprocessing: Preprocessing) -> tuple["Axis", "Axis"
 
 
 def side_of(images: Value, axis: int) -> Value:
-    """Length of an axis."""
     nodes = images.nodes
     shape = nodes.add("Shape", images, kind=np.int64, start=axis, end=axis + 1)
     return nodes.add("Squeeze", shape, kind=np.int64)

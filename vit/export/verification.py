@@ -257,7 +257,6 @@ class Verification:
         }
 
     def lines(self) -> list[str]:
-        """Text of the result."""
         first, *others = self.paths
         width = max(len(printable(path.name)) for path in self.paths)
         lines = [f"{'images':<{width}}  {self.images}"]

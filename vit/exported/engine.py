@@ -149,7 +149,6 @@ def select_engine(model: object, requested: str | None) -> str:
 
 
 def library_version(engine: str) -> str:
-    """Name and version of the engine's library."""
     library = LIBRARIES[engine]
     try:
         return f"{library} {version(library)}"
@@ -184,7 +183,6 @@ def open_exported(
 
 
 def open_session(path: PathLike, engine: str, threads: int | None) -> "InferenceSession":
-    """Open a graph in the library of its engine."""
     if engine == "openvino":
         from vit.exported.openvino_session import OpenVINOSession
 

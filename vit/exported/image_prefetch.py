@@ -38,7 +38,6 @@ class PixelBudget:
             self.held += pixels
 
     def release(self, pixels: int) -> None:
-        """Return `pixels` to the budget."""
         with self.changed:
             self.held -= pixels
             self.changed.notify_all()
@@ -75,7 +74,6 @@ class ImageReader:
         self.budget = DECODED_PIXELS
 
     def __call__(self, image: ImageInput | EncodedImage, name: str = "image") -> Any:
-        """The prepared image, or its BadImage."""
         held: list[int] = []
 
         def admit(pixels: int) -> None:

@@ -33,8 +33,6 @@ VARINT, EIGHT_BYTES, LENGTH, FOUR_BYTES = 0, 1, 2, 5
 
 
 def read_metadata(path: PathLike) -> dict[str, str]:
-    """Return the metadata of the ONNX file `path`."""
-
     def parse(data: mmap.mmap) -> dict[str, str]:
         entries = _parse_fields(data, 0, len(data))
         return dict(_parse_entry(data, *span) for number, *span in entries if number == METADATA)
@@ -92,7 +90,6 @@ def _external_locations(data: mmap.mmap) -> Iterator[str]:
 
 
 def _parse_entry(data: mmap.mmap, start: int, end: int) -> tuple[str, str]:
-    """Parse a StringStringEntryProto."""
     fields = {number: data[a:b] for number, a, b in _parse_fields(data, start, end)}
     # surrogateescape keeps invalid UTF-8 distinct from any valid name
     key, value = (

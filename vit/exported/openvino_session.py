@@ -127,7 +127,6 @@ def read_model(core: Any, source: Source) -> Any:
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file."""
     total = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(2**20):

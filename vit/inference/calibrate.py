@@ -190,7 +190,6 @@ def calibrate(
 
 
 def _target_places(names: Sequence[str], loaded: LoadedRun) -> dict[str, int]:
-    """Indices of the classes `names`."""
     if names and loaded.thresholds is not None:
         raise ConfigError(
             "target_class: an answer of this multi-label network is a list of classes, which is "

@@ -280,7 +280,6 @@ class EvaluationRows:
             self.header = byte_order_mark(layout) + self.header
 
     def lines(self, outputs: Sequence[ImageOutput], samples: Sequence[Sample]) -> Iterator[str]:
-        """Rows of a batch of `samples`."""
         predictions = self.predictor.to_predictions(outputs, self.config.top_k)
         for prediction, output, sample in zip(predictions, outputs, samples, strict=True):
             truth = {name: self.truth_of(name, output, sample) for name in self.truth}

@@ -491,7 +491,6 @@ class PredictionJob:
         return classes_per_row(self.predictor.classes, self.predictor.thresholds, config.top_k)
 
     def row_format(self) -> tuple[str, Callable[[Prediction], str]]:
-        """The header, and the function that makes a row."""
         predictor, config, style = self.predictor, self.config, str(self.config.format)
         layout = Layout(
             self.top_k,
@@ -540,7 +539,6 @@ class PredictionJob:
         return self.predictor.stream(images, reject=config.reject, sets=config.sets, **options)
 
     def count(self, prediction: Prediction) -> None:
-        """Add one prediction to the totals."""
         self.totals["failed"] += prediction.error is not None
         self.totals["captions"] += len(prediction.captions)
         self.totals["unended"] += sum(not caption.ended for caption in prediction.captions)
@@ -757,7 +755,6 @@ class Outcome(NamedTuple):
 
 
 def sum_totals(outcomes: Sequence[Outcome]) -> Counter[str]:
-    """Totals of all processes."""
     return sum((outcome.totals for outcome in outcomes), Counter())
 
 

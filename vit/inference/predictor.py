@@ -368,7 +368,6 @@ class Predictor:
         return {"answers": dict(zip(COLUMNS, cells, strict=True)), "unknown": reason}
 
     def _answer(self, output: ImageOutput, sets: float | None) -> Prediction:
-        """The numbers and choices of an image."""
         if output.probabilities is None:
             return Prediction(output.image, error=output.error)
         cells = self.answers.row(output.probabilities.tolist(), sets)

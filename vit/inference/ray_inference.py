@@ -318,7 +318,6 @@ def _rows(
     size: int,
     share: dict[str, Any],
 ) -> Iterator[Prediction]:
-    """Predictions of all `images` in order."""
     import ray.data
 
     answered = ray.data.from_arrow(tables).map_batches(

@@ -267,7 +267,6 @@ def json_lines(layout: Layout) -> tuple[str, Line]:
 
 
 def caption_record(caption: "Caption") -> dict[str, Any]:
-    """A caption as JSON has it."""
     cut = {} if caption.ended else {"ended": False}
     return {"caption": caption.text, "score": caption.score, **cut}
 

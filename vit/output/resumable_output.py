@@ -52,7 +52,6 @@ class Block:
     totals: dict[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Encode as a record of the log."""
         sizes = [len(self.rows), len(self.vectors)]
         notes = json.dumps([self.first, self.images, self.errors, self.totals, *sizes])
         record = b"".join([notes.encode(), b"\n", self.rows, self.vectors])
@@ -165,7 +164,6 @@ class ResumableOutput:
         """A process that fails creates this file, and the others stop too."""
 
     def log_path(self, rank: int) -> Path:
-        """The log of one process."""
         part = "" if self.processes == 1 else f".{rank + 1}-of-{self.processes}"
         return Path(f"{self.partial}{part}")
 
@@ -181,7 +179,6 @@ class ResumableOutput:
         return partial_files(self.out, r"(\.\d+-of-\d+|\.stop)?")
 
     def rows(self) -> int:
-        """Rows in the logs."""
         total = 0
         for log in self.logs():
             with suppress(OSError):
@@ -294,7 +291,6 @@ def partial_files(path: Path, endings: str) -> list[Path]:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Delete files."""
     path = Path()
     try:
         for path in paths:
@@ -354,7 +350,6 @@ def _is_current(handle: BinaryIO, path: Path) -> bool:
 
 
 def check_embeddings(path: str) -> None:
-    """Check the suffix."""
     if Path(path).suffix.lower() != ".npy":
         raise ConfigError(f"embeddings={path}: name it .npy")
 

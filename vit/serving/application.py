@@ -408,7 +408,6 @@ def json_text(text: str, status: int = 200) -> Response:
 
 
 def parse_query(request: Request) -> dict[str, str]:
-    """The query parameters of /predict."""
     query: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in PREDICT_PARAMETERS:
@@ -432,7 +431,6 @@ def row_options(query: dict[str, str]) -> RowOptions:
 
 
 def parse_parameter(name: str, word: str) -> Any:
-    """A parameter of /predict from its text."""
     schema = PREDICT_PARAMETERS[name][1]
     shown = f"{name}={printable(word[:40])!r}"
     if schema["type"] == "boolean":

@@ -86,7 +86,6 @@ def input_names(model: ServedModel) -> list[str]:
 
 
 def output_names(model: ServedModel) -> list[str]:
-    """Outputs of a model."""
     classes = [PROBABILITIES] if model.predictor.classes else []
     return [*classes, *([CAPTION] if model.captions else []), ROWS]
 

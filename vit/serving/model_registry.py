@@ -64,11 +64,9 @@ class ModelRegistry:
 
     @property
     def default(self) -> str:
-        """Name of the first model."""
         return next(iter(self.models))
 
     def get(self, name: str | None) -> ServedModel:
-        """The model of a request."""
         model = self.models.get(self.default if name is None else name)
         if model is None:
             served = ", ".join(self.models)

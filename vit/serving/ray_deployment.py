@@ -74,7 +74,6 @@ class Replica:
 def open_registry(
     words: Sequence[str], config: ServerConfig, settings: dict[str, Any]
 ) -> ModelRegistry:
-    """The models of one replica."""
     set_max_pixels(config.max_pixels)
     return ModelRegistry(
         words,

@@ -93,7 +93,6 @@ class Supervisor:
         self.events.put((None, "stop", None))
 
     def reload(self) -> None:
-        """Reload as SIGHUP does."""
         self.events.put((None, "reload", None))
 
     def run(self, number: int) -> None:

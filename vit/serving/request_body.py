@@ -35,14 +35,12 @@ class MemoryBudget:
         self.limit, self.held, self.metrics = limit, 0, metrics
 
     def take(self, size: int) -> None:
-        """Add `size` bytes."""
         if self.held + size > self.limit:
             raise QueueFull(1, "max_memory_mb")
         self.held += size
         self.metrics.memory.set(self.held)
 
     def give(self, size: int) -> None:
-        """Return `size` bytes."""
         self.held -= size
         self.metrics.memory.set(self.held)
 
@@ -237,7 +235,6 @@ def check_count(images: int, config: ServerConfig) -> None:
 
 
 def check_name(name: str) -> str:
-    """The name of an image, as it is in its row."""
     if len(name) > MAX_NAME:
         raise RequestError(400, f"the name of an image has at most {MAX_NAME} characters here")
     return name

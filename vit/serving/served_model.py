@@ -110,7 +110,6 @@ class ServedModel:
 
     @property
     def captions(self) -> bool:
-        """Whether it writes captions."""
         return bool(self.predictor.n_best)
 
     @property
@@ -132,7 +131,6 @@ class ServedModel:
         return False
 
     def describe(self) -> dict[str, Any]:
-        """Its properties for JSON."""
         predictor = self.predictor
         return {
             "name": self.name,
@@ -185,7 +183,6 @@ class ServedModel:
         check_explainable(self.predictor)
 
     def to_prediction(self, name: str, output: Any, options: RowOptions) -> Prediction:
-        """The prediction of an image, of its output or its BadImage."""
         if isinstance(output, BadImage):
             return Prediction(name, error=output.reason)
         (prediction,) = self.predictor.to_predictions(
@@ -262,7 +259,6 @@ def split_name(word: str) -> tuple[str, str]:
 
 
 def check_names(words: Sequence[str]) -> dict[str, str]:
-    """Sources by name."""
     sources: dict[str, str] = {}
     for word in words:
         name, source = split_name(word)

@@ -62,7 +62,6 @@ class Attributes(Regression):
         return AttributeTally(self)
 
     def format_scores(self, event: Event) -> str:
-        """The score, and that of each target."""
         lines = [f"val score {event['val_score']:.4f}"]
         for prefix, form in ((VAL_TOP1, "top-1 {:.2%}"), (VAL_R2, "R2 {:.3f}")):
             lines += [

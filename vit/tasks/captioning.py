@@ -77,7 +77,6 @@ class Captioning(Task):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the captions."""
         assert self._tokenizer is not None, "the data have a tokenizer"
         return self._tokenizer
 
@@ -182,7 +181,6 @@ class Captioning(Task):
         return "  ".join(parts)
 
     def format_result(self, event: Event) -> str:
-        """The loss and the scores."""
         return super().format_result(event).replace(" ", f" loss {event['val_loss']:.3f}, ", 1)
 
     def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
@@ -309,7 +307,6 @@ class CaptioningWithClasses(Captioning):
     trained_head = "head and decoder"
 
     def format_scores(self, event: Event) -> str:
-        """Accuracy, then the scores of captions."""
         return f"{format_accuracy(event)}  {super().format_scores(event)}"
 
 

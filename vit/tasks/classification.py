@@ -111,7 +111,6 @@ class Classification(Task):
         return ClassEvaluation(samples, model.classes)
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
-        """Accuracy."""
         labels = np.array([sample.label for sample in samples])
         return float((outputs.argmax(1) == labels).mean())
 

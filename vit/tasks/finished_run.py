@@ -190,7 +190,6 @@ class FinishedRun:
         return encode_thumbnail(overlay(shown, weights.view(image.shape)))
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Compute in the precision of inference."""
         return autocast(self.precision, self.device)
 
     def logits(

@@ -76,7 +76,6 @@ class ClassBalance:
 
     @staticmethod
     def of(config: Config, samples: Sequence[Sample]) -> "ClassBalance":
-        """That of a run on `samples`."""
         labels = torch.tensor([sample.label for sample in samples])
         counts = torch.bincount(labels, minlength=config.model.num_classes)
         return ClassBalance(config.training.balance, counts)

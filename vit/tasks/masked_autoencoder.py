@@ -114,7 +114,6 @@ class MaskedAutoencoding(Pretraining):
         return replace(config, model=model)
 
     def build_network(self, config: Config) -> MaskedAutoencoder:
-        """The encoder with its decoder."""
         return build_masked_autoencoder(config.model, config.pretraining)
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
@@ -148,7 +147,6 @@ class MaskedAutoencoding(Pretraining):
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
-        """The images with their hidden patches."""
         seed, size = run.config.training.seed, run.config.data.batch_size
         noise = patch_noise(run.config, images, size, seed, "mask", run.step)[batch.positions]
         _, _, hidden = choose_patches(noise, run.config.pretraining.mask_ratio)

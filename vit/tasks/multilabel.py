@@ -86,7 +86,6 @@ class MultiLabel(Task):
         return [f"{line}, several an image" for line in super().summary(config, splits)]
 
     def label_width(self, config: Config) -> int | None:
-        """One column a class."""
         return config.model.num_classes
 
     def loss(self, run: TrainingRun, batch: Batch, images: Tensor, epoch: int) -> Tensor:
@@ -128,7 +127,6 @@ class MultiLabel(Task):
         return named
 
     def stored_fields(self, config: Config, outputs: Sequence[str]) -> dict[str, Any]:
-        """The threshold of each class."""
         return {"thresholds": [DEFAULT_THRESHOLD] * len(outputs)}
 
     def finish(self, run: FinishedRun) -> None:

@@ -47,7 +47,6 @@ class Ordinal(Classification):
         return config, splits
 
     def format_scores(self, event: Event) -> str:
-        """Kappa and accuracy."""
         return f"{Task.format_scores(self, event)}  top-1 {event['val_top1']:.2%}"
 
     def evaluation(
@@ -56,7 +55,6 @@ class Ordinal(Classification):
         return GradeEvaluation(samples, model.classes)
 
     def score(self, outputs: NDArray[Any], samples: Sequence[Sample]) -> float:
-        """Kappa."""
         labels = torch.tensor([sample.label for sample in samples])
         moments = grade_moments(labels, torch.from_numpy(outputs.argmax(1)))
         return float(quadratic_weighted_kappa(moments.mean(dim=0)))

@@ -116,11 +116,9 @@ class Pretraining(Task):
         return f"rank {event['val_rankme']:.1f}{knn}{largest}"
 
     def format_result(self, event: Event) -> str:
-        """The loss and the scores."""
         return f"validation loss {event['val_loss']:.3f}, {self.format_scores(event)}"
 
     def next_command(self, folder: str) -> str:
-        """Training with labels."""
         return (
             f"vit train DATA --weights {folder}; which images to label first: vit suggest IMAGES "
             f"--weights {folder} --out list.csv"
@@ -332,7 +330,6 @@ class JointEmbeddingPretraining(Pretraining):
         return config
 
     def build_network(self, config: Config) -> JointEmbedding:
-        """The encoder with its projector."""
         prototypes = config.pretraining.prototypes if self.compares_prototypes else 0
         return build_joint_embedding(config.model, config.pretraining, prototypes=prototypes)
 
@@ -343,7 +340,6 @@ class JointEmbeddingPretraining(Pretraining):
     def training_transform(
         self, config: Config, preprocessing: Preprocessing
     ) -> MultiViewTransform:
-        """All views of an image."""
         return MultiViewTransform(
             config.augment,
             preprocessing,

@@ -76,7 +76,6 @@ class Regression(Task):
         return DatasetSpec.from_config(config.data, labels=False)
 
     def output_names(self, splits: Splits) -> tuple[str, ...]:
-        """The targets."""
         return splits.targets
 
     def check_data(self, config: Config, splits: Splits, notify: Notify) -> tuple[Config, Splits]:
@@ -133,7 +132,6 @@ class Regression(Task):
     def preview(
         self, run: TrainingRun, batch: Batch, images: Tensor, classes: Sequence[str]
     ) -> tuple[Tensor, list[list[str]]]:
-        """The images, with their targets."""
         answers = self.answers
         assert answers is not None
 
@@ -183,7 +181,6 @@ class Regression(Task):
         return NumberEvaluation(samples, model.answers)
 
     def score(self, outputs: Any, samples: Sequence[Sample]) -> float | None:
-        """The `mean_score` of the targets."""
         assert self.answers is not None
         wanted = torch.tensor([one.numbers for one in samples], dtype=torch.float64)
         values = torch.as_tensor(outputs).double()

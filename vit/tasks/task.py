@@ -179,7 +179,6 @@ class Task(ABC):
     """Scale of the numbers that a network answers with, once it is known."""
 
     def dataset_spec(self, config: Config) -> DatasetSpec:
-        """What the task reads of the data."""
         return DatasetSpec.from_config(config.data)
 
     def check_data(
@@ -228,7 +227,6 @@ class Task(ABC):
         return side, side
 
     def training_transform(self, config: Config, preprocessing: Preprocessing) -> Transform:
-        """The transform of training images."""
         quick = config.data.decode == "fast"
         return TrainingTransform(
             config.augment,

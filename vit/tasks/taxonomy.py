@@ -64,7 +64,6 @@ class Taxonomy(Classification):
         return config, splits
 
     def with_data(self, config: Config, splits: Splits | None) -> "Taxonomy":
-        """The task with the tree."""
         task = super().with_data(config, splits)
         assert isinstance(task, Taxonomy)
         task.tree = None if splits is None else ClassTree(splits.classes)
@@ -88,7 +87,6 @@ class Taxonomy(Classification):
         return {"tree": ClassTree(classes), "target_precision": TARGET}
 
     def eval_spec(self, spec: DatasetSpec, outputs: Sequence[str]) -> DatasetSpec:
-        """Classes that are paths."""
         return replace(spec, nested=True)
 
     def check_samples(self, samples: Sequence[Sample], where: str) -> None:

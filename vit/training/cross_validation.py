@@ -179,7 +179,6 @@ def resolve_weights_once(
 def finished_folds(
     folder: Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool
 ) -> dict[str, dict[str, float]]:
-    """Scores of the finished folds in `folder`, by number."""
     path = folder / FOLDS_FILE
     if (folder / WEIGHTS).exists():  # of a training without folds
         raise RunError(f"{folder} is a run folder itself: give another --out")
@@ -215,7 +214,6 @@ def finished_folds(
 
 
 def numeric_scores(measure: Measure, folder: Path) -> dict[str, float]:
-    """The scores of the run in `folder` that are numbers."""
     scores = measure(folder)
     return {
         name: value
@@ -315,7 +313,6 @@ def delete_folds(folder: Path, *, locked: Path) -> None:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write `record` to folds.json."""
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / FOLDS_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")

@@ -119,7 +119,6 @@ def image_size_at(epoch: int, *, growth: float, start: int, full: int, multiple:
 
 
 def image_side(config: Config, epoch: int, epochs: int) -> int:
-    """Side of the training images by epoch."""
     full, growth = config.model.image_size, config.training.growth_epochs
     return image_size_at(
         epoch,

@@ -345,7 +345,6 @@ def decide_decoder(plan: Plan) -> None:
 
 
 def decoder_depth(captions: CaptionStats) -> int:
-    """Blocks of a decoder for `captions`."""
     return next(depth for most, depth in DECODER_DEPTHS if captions.total < most)
 
 
@@ -406,7 +405,6 @@ def patch_for(side: int, usual: int, *, convolutions: bool = False) -> int:
 
 
 def network_settings(network: Network) -> dict[str, int]:
-    """The settings that make `network`."""
     settings = {"image_size": network.side, "patch_size": network.patch}
     settings |= {"dim": network.dim, "depth": network.depth}
     if network.ratio != 4:

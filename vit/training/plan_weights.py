@@ -402,7 +402,6 @@ def license_name(weights: ListedWeights) -> str:
 
 
 def method_reason(choice: WeightsChoice, facts: Facts, *, one_class: bool) -> str:
-    """Why this method."""
     if choice.method == "probe":
         head = f"a head alone, in about {choice.seconds + FIXED_SECONDS:,.0f} s"
         if facts.images <= PROBED_IMAGES:

@@ -111,7 +111,6 @@ def teacher_lines(config: Config, images: int) -> list[str]:
 
 
 def open_teacher(config: Config, accelerator: Accelerator, notify: Notify) -> LoadedRun:
-    """Open the teacher of a run."""
     name = config.distillation.teacher
     assert name is not None, "called for a run with a teacher"
     # one process downloads, the others find the files

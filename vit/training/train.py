@@ -286,7 +286,6 @@ def resolve(
 
 
 def load_source(config: Config, accelerator: Accelerator, notify: Notify) -> Pretrained:
-    """Load the pretrained weights."""
     where = config.finetune.weights
     assert where is not None
     if not config.training.captions:

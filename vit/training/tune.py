@@ -252,7 +252,6 @@ def draw_changes(config: Config, values: Mapping[str, Any], draw: int) -> dict[s
 
 
 def rung_sizes(trials: int) -> list[int]:
-    """Trials of each rung."""
     sizes = [trials]
     while sizes[-1] > MAX_FINAL_TRIALS:
         sizes.append(max(sizes[-1] // FACTOR, 2))
@@ -303,7 +302,6 @@ class Search:
         delete_unused(self.folder)
 
     def config(self, trial: int, seconds: float) -> Config:
-        """The settings of a training of a trial."""
         record = self.record
         chosen = {**record["settings"], "time": f"{seconds:.1f}s"}
         return make_config(
@@ -380,7 +378,6 @@ def in_words(changes: Mapping[str, Any]) -> str:
 
 
 def result_line(result: TuneResult) -> str:
-    """The result for a terminal."""
     run = read_run(result.training.folder, result.folder)
     return (
         f"best: {in_words(result.changes)}: validation {run.score_text}, run folder "

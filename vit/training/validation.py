@@ -30,7 +30,6 @@ class Validation:
 
     @property
     def loss(self) -> float:
-        """Mean validation loss."""
         return float(self.scores["val_loss"])
 
 
@@ -72,7 +71,6 @@ def validate(
 
 
 def require_finite_loss(measured: Validation, step: int) -> None:
-    """Raise RunError if the validation loss is not finite."""
     if not math.isfinite(measured.loss):
         raise RunError(
             f"the validation loss became {measured.loss} after step {step}: lower --lr, or raise "

@@ -58,7 +58,6 @@ class AdaptationReport:
     upcycled: str = ""
 
     def lines(self) -> list[str]:
-        """Lines for the user."""
         parts = {"resized": self.resized, "new": self.initialised, "left out": self.left_out}
         details = [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
         first = "; ".join([f"{self.reused} tensors reused", *details])
@@ -406,7 +405,6 @@ def _adapt_head(
 
 
 def _check_class_names(classes: Sequence[str], known: Sequence[str] | None, new_count: int) -> None:
-    """Check that there are `new_count` distinct class names."""
     if len(classes) != new_count:
         raise WeightsError(
             f"{len(classes)} class names for num_classes={new_count}: give one for each class"

@@ -364,7 +364,6 @@ def model_card(
     name: str,
     with_scores: bool = True,
 ) -> str:
-    """Write the text of the model card."""
     config, best = pretrained.config, best_event(Path(source))
     use = USAGE[to]
     if config.stem == "conv":
@@ -413,7 +412,6 @@ def best_event(run: Path) -> Event | None:
 
 
 def describe_score(event: Event) -> str:
-    """The score as text."""
     metric = ranking_metric(event)
     if metric == "val_loss":
         return f"Loss on its validation images: {event['val_loss']:.4f}"

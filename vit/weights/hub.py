@@ -40,7 +40,6 @@ class Repository:
 
     @property
     def url(self) -> str:
-        """Web page of the repository."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self.name}"
@@ -158,7 +157,6 @@ def _first_line(error: object) -> str:
 
 
 def check_repository_name(name: str) -> None:
-    """Check the name of a repository."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise ConfigError(f"push={name!r}: write OWNER/NAME, such as ada/pets-vit")
 

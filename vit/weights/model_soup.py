@@ -42,7 +42,6 @@ def average_weights(weights: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Shapes by name."""
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 

@@ -205,7 +205,6 @@ def _not_found(repository: hub.Repository, text: str, why: str) -> str:
 
 
 def locate_in_folder(folder: Path) -> WeightsLocation:
-    """Locate the weights in `folder`."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
     except OSError as error:

@@ -183,7 +183,6 @@ def serialize_model(
 
 
 def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
-    """Load the model of a run folder."""
     where = Path(folder)
     raw = read_config(where)
     weights = where / WEIGHTS_FILE
@@ -322,7 +321,6 @@ def split_pretraining(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
 
 
 def read_config(folder: Path) -> bytes:
-    """Read the bytes of config.json in a run folder."""
     path = folder / CONFIG_FILE
     if os.path.isfile(path):
         return read_bytes(path)
@@ -393,7 +391,6 @@ def store_calibration(
 
 
 def _read_distance(folder: Path, config: ModelConfig) -> FeatureDistance:
-    """Read the distance of a run."""
     tensors, _ = read_tensors(folder / DISTANCE_FILE)
     layers = config.depth * config.repeat_blocks + 1
     with contextlib.suppress(KeyError, ValueError, RuntimeError):
@@ -417,7 +414,6 @@ def read_tokenizer(folder: Path, digest: str | None = None) -> Tokenizer:
 
 
 def sha256(content: bytes) -> str:
-    """SHA-256 as a hex string."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -69,7 +69,6 @@ def upcycle(state: State, source: Pretrained, config: ModelConfig) -> tuple[tupl
 
 
 def _copy_mlp(state: State, part: str, config: ModelConfig) -> None:
-    """Copy the tensors of one MLP to all experts."""
     for name in [name for name in state if name.startswith(f"{part}.fc")]:
         tensor, (layer, kind) = state.pop(name), name.removeprefix(f"{part}.").split(".")
         state[f"{part}.experts.{layer}_{kind}"] = torch.stack([tensor] * config.num_experts)

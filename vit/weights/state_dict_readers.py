@@ -43,7 +43,6 @@ NO_CODE = "ask for a .safetensors file"
 
 
 def detect_format(path: Path) -> FileFormat:
-    """Detect the format of the file `path`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(HEADER_BYTES)

@@ -44,7 +44,6 @@ class CaptionIds:
         self.mean_tokens = len(ids) / (len(ends) - 1) + 1 if len(ends) > 1 else 0.0
 
     def count(self, sample: int) -> int:
-        """Number of captions of `sample` that are kept."""
         return int(self._counts[sample + 1] - self._counts[sample])
 
     def ids(self, sample: int, which: int) -> np.ndarray:

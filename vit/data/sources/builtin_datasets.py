@@ -106,7 +106,6 @@ class Scene:
 
     @property
     def objects(self) -> tuple[SceneObject, SceneObject]:
-        """Both objects."""
         return self.first, self.second
 
 

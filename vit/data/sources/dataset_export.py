@@ -69,7 +69,6 @@ class ExportReport:
     notes: list[str] = field(default_factory=list)
 
     def add(self, counts: WriteCounts) -> None:
-        """Add the numbers of one split."""
         self.images += counts.images
         self.files += counts.files
 

@@ -131,7 +131,6 @@ class Problem:
 
     @property
     def severity(self) -> Severity:
-        """Severity of its kind."""
         return KINDS[self.kind]
 
     def to_dict(self) -> dict[str, Any]:

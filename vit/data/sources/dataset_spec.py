@@ -38,7 +38,6 @@ def named_source(data: str) -> str:
 
 
 def refuse_run_folder(data: str) -> None:
-    """Refuse a run folder, which is no data."""
     if is_run_folder(data):
         raise DataError(
             f"{data} is a run folder, a trained network: give a folder or list of images"

@@ -63,7 +63,6 @@ class FolderLayout:
     """What is to be said about it."""
 
     def say(self, kind: str, text: str, *folders: Path) -> None:
-        """Add a finding."""
         self.findings.append(Problem(kind, text, (*map(str, folders),)))
 
 
@@ -314,7 +313,6 @@ UNLABELLED = (
 
 
 def read_folder(spec: DatasetSpec) -> DatasetIndex:
-    """Index an image folder."""
     root, notes = resolve_folder(spec.data)
     nested = spec.nested and spec.labels and spec.taxonomy is None
     layout = find_layout(root, group=spec.group, labels=spec.labels, nested=nested)

@@ -319,7 +319,6 @@ def _columns_of(
 
 
 def _add_row(contents: ImageList, row: Row, columns: Columns, spec: DatasetSpec) -> None:
-    """Add a row to `contents`, or report its error."""
     path, line, values = contents.path, row.line, row.values
     written = values.get(columns.image)
     if not isinstance(written, str):
@@ -389,7 +388,6 @@ class PlacedList(NamedTuple):
 
 
 def read_lists(spec: DatasetSpec) -> DatasetIndex:
-    """The images of a list, or of the lists in a folder."""
     found = find_lists(spec)
     notes = [*found.notes]
     placed = _read_files(found, spec, notes)
@@ -579,7 +577,6 @@ def _read_files(found: ListFiles, spec: DatasetSpec, notes: list[str]) -> list[P
 
 
 def _placed(split: str, contents: ImageList, spec: DatasetSpec, notes: list[str]) -> PlacedList:
-    """The images of a list by path."""
     path = contents.path
     written = [row.name for row in contents.rows]
     base = images_folder(path, written, spec.images, notes, is_table=contents.is_table)

@@ -133,7 +133,6 @@ def index_finder(index: DatasetIndex) -> Find:
 
     @functools.cache
     def tree() -> dict[str, dict[str, None]]:
-        """The names in each folder."""
         found: dict[str, dict[str, None]] = defaultdict(dict)
         for name in named:
             folder, tail = posixpath.split(name)

@@ -160,7 +160,6 @@ def _apply_labels(index: DatasetIndex, spec: DatasetSpec, find: Find) -> Dataset
 
 
 def _correct(index: DatasetIndex, spec: DatasetSpec, find: Find) -> DatasetIndex:
-    """`index` with the labels of `spec.corrections`."""
     assert spec.corrections is not None
     if not spec.labels:
         raise ConfigError("corrections: these data have no labels; leave it out")

@@ -71,12 +71,10 @@ class Columns:
 
 
 def image_column(names: Sequence[str]) -> str:
-    """The image column by its usual names, or empty."""
     return match_name(names, IMAGE_COLUMNS)
 
 
 def caption_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """The caption columns by their usual names."""
     for kind in CAPTION_COLUMNS:
         pattern = re.compile(rf"{kind}s?[ _-]?\d*")
         if found := tuple(name for name in names if pattern.fullmatch(name.strip().lower())):
@@ -142,7 +140,6 @@ def no_column(setting: str, given: str, names: Sequence[str], path: str, line: i
 
 
 def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec) -> Columns:
-    """The columns of a list."""
     image = pick_column(IMAGES, names, spec, path, line)
     others = [name for name in names if name != image]
     captions: tuple[str, ...] = ()
@@ -174,7 +171,6 @@ def choose_columns(names: Sequence[str], path: str, line: int, spec: DatasetSpec
 
 
 def unused_notes(columns: Columns, path: str, spec: DatasetSpec) -> list[str]:
-    """Which columns of a list are not read."""
     if not columns.unused or not (spec.labels or spec.captions or spec.numbers):
         return []
     unused = join_names(columns.unused)

@@ -68,7 +68,6 @@ def is_list(data: str, numbers: tuple[str, ...] = ()) -> bool:
 
 
 def has_caption_lists(folder: str) -> bool:
-    """Whether `folder`, or the folder of a split in it, has a list of captions."""
     places = [Path(folder), *(Path(folder, name) for name in SPLIT_NAMES)]
     return any(place.is_dir() and _candidates(place) for place in places)
 
@@ -244,7 +243,6 @@ def common_folders(base: str, names: Iterable[str]) -> list[str]:
 
 
 def unlisted_notes(named: Collection[str], folders: Iterable[str], root: str) -> list[str]:
-    """A note about images in `folders` that no list names."""
     walk = FolderWalker(root)
     extra = []
     for folder in dict.fromkeys(folders):

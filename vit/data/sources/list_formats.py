@@ -69,12 +69,10 @@ Reader = Callable[[str, DatasetSpec, list[str], OnError], Iterator[Row]]
 def read_rows(
     path: str, spec: DatasetSpec, notes: list[str], on_error: OnError = stop
 ) -> Iterator[Row]:
-    """The rows of a list."""
     return READERS[list_format(path, spec)](path, spec, notes, on_error)
 
 
 def list_format(path: str, spec: DatasetSpec) -> str:
-    """A key of `READERS`."""
     first, _, rest = beginning(path).lstrip().partition("\n")
     if not first.startswith(("{", "[")):
         return "table"

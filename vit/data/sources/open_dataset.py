@@ -102,7 +102,6 @@ def _read(source: str, spec: DatasetSpec) -> DatasetIndex:
 
 
 def source_of(data: str, *, captions: bool = False, numbers: tuple[str, ...] = ()) -> str:
-    """The source that DATA is of, a key of READERS."""
     is_folder = os.path.isdir(data)
     if captions and is_folder and has_caption_lists(data):
         return "list"
@@ -129,7 +128,6 @@ def check_source_exists(data: str) -> None:
 
 
 def refuse_captions(data: str) -> None:
-    """Refuse a list of captions, where no captions are read."""
     if os.path.isfile(data) and is_folder_source(data) and has_captions(data):
         raise DataError(f"{data} is a list of captions: learn them with --task caption")
 

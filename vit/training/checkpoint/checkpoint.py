@@ -84,7 +84,6 @@ class CheckpointState:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields that are stored."""
         names = (each.name for each in dataclasses.fields(self) if each.name != "damaged")
         return {name: getattr(self, name) for name in names}
 

@@ -68,7 +68,6 @@ FROM_PREPROCESSING = ("resize", "crop_share", "interpolation", "mean", "std")
 def complete_for_weights(
     config: Config, source: Pretrained, notify: Notify = lambda _line: None
 ) -> Config:
-    """Complete the settings with those of the pretrained weights and the method."""
     if config.chosen("feedforward"):
         check_feedforward(source, config.model.feedforward)
     chosen = flatten(config)

@@ -362,7 +362,6 @@ def stratified_subset(samples: Sequence[Sample], most: int, *, seed: int) -> lis
 def probe_features(
     run: TrainingContext, extractor: Extractor, samples: Sequence[Sample]
 ) -> Features:
-    """Features of `samples` by the network of a training, from the cache or computed."""
     found = extract(
         samples,
         extractor,

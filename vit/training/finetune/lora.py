@@ -42,7 +42,6 @@ class LoRALinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + F.linear(narrow, self.lora_b)
 
     def extra_repr(self) -> str:
-        """The additional arguments in `repr`."""
         return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
 
 

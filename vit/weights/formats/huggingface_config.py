@@ -100,7 +100,6 @@ def _checked(name: str, value: Any, default: Any) -> Any:
 
 
 def invalid(name: str, value: Any, why: str) -> WeightsError:
-    """Error for a value of config.json."""
     return WeightsError(f"config.json: {name}={value!r}: {why}")
 
 

@@ -172,7 +172,6 @@ class TensorNames:
     unused_with_head: Patterns = ()
 
     def read(self, state: Mapping[str, Tensor], source: str) -> State:
-        """Rename `state` to our names."""
         optional = f"(?:{self.prefix})?" if self.prefix else ""
         blocks = "|".join(name for name in (self.block, self.block_in_memory) if name)
         table = _expand_table(
@@ -230,7 +229,6 @@ CLIP_NAMES, SIGLIP_NAMES = (
 
 
 def tensor_names(model_type: str, *, gated: bool = False) -> TensorNames:
-    """Tensor names of a model type of transformers."""
     if model_type in VIT_NAMES:
         return VIT_NAMES[model_type]
     if model_type == "dinov3_vit":

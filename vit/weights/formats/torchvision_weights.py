@@ -51,7 +51,6 @@ def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
 
 
 def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
-    """Convert a VisionTransformer of torchvision."""
     try:
         _refuse(state)
         ours = to_float32(rename(state, TABLE, SOURCE))
