@@ -225,7 +225,10 @@ class _Builder:
     def reserve_space(self, kind: Kind, notify: Notify) -> None:
         """Evict caches beyond the limit, and in memory all that no process maps."""
         folder = self.file.parent
-        delete_unfinished(folder)
+        for left in folder.glob("images-*.building-*"):  # of builders that were killed
+            with contextlib.suppress(OSError), left.open("ab") as file:
+                if lock_file(file):  # a live builder holds the lock of its file
+                    left.unlink()
         limit = 0 if kind == "ram" else max(MAX_TOTAL_BYTES - self.bytes, 0)
         old = caches_to_evict(folder, self.file, limit)
         free = free_bytes(folder, memory=kind == "ram") + sum(old.values())
@@ -370,14 +373,6 @@ def read_valid_index(file: Path, expected: Index) -> Index | None:
 def header_of(index: bytes) -> bytes:
     """The header of a cache with this index."""
     return (MAGIC + hashlib.sha256(index).hexdigest().encode()).ljust(HEADER_BYTES)
-
-
-def delete_unfinished(folder: Path) -> None:
-    """Delete the files of killed builders; a live builder holds a lock on its file."""
-    for left in folder.glob("images-*.building-*"):
-        with contextlib.suppress(OSError), left.open("ab") as file:
-            if lock_file(file):
-                left.unlink()
 
 
 def caches_to_evict(folder: Path, file: Path, limit: int) -> dict[Path, int]:

@@ -70,22 +70,17 @@ def stable_topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = ids[:, :count]
     # If the last value taken equals the first one left out, topk has broken a tie.
     if values.shape[1] > count and not bool((values[:, count - 1] > values[:, count]).all()):
-        ids = _topk_of_ties(logits, count)
+        vocab = logits.shape[1]
+        # float32 as integers of the same order: for negative numbers the other bits are flipped.
+        # Adding zero maps -0 to 0.
+        bits = (logits + 0.0).view(torch.int32)
+        ordered = bits ^ ((bits >> SIGN_BIT) & 0x7FFFFFFF)
+        tie_break = torch.arange(vocab - 1, -1, -1, device=logits.device)
+        keys = (ordered.long() << 32) + tie_break
+        ids = vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
     ids = ids.sort(dim=1).values
     values, order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True)
     return values, ids.gather(1, order)
-
-
-def _topk_of_ties(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest, (rows, count): topk of keys without ties."""
-    vocab = logits.shape[1]
-    # float32 as integers of the same order: for negative numbers the other bits are flipped.
-    # Adding zero maps -0 to 0.
-    bits = (logits + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> SIGN_BIT) & 0x7FFFFFFF)
-    tie_break = torch.arange(vocab - 1, -1, -1, device=logits.device)
-    keys = (ordered.long() << 32) + tie_break
-    return vocab - 1 - (keys.topk(count, dim=1).values & 0xFFFFFFFF)
 
 
 def choose_tokens(logits: Tensor, search: Search, random: Tensor | None) -> Tensor:

@@ -308,7 +308,12 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
     more = ["unknown"] * layout.reject + ["set"] * layout.sets
 
     def cells(prediction: Prediction) -> list[Cell]:
-        row = first_cells(prediction, layout)
+        found = (prediction.truth.get(name) for name in layout.truth)
+        truth = (
+            value if isinstance(value, str | float | None) else BETWEEN.join(value)
+            for value in found
+        )
+        row = [prediction.image, *layout.list_texts(prediction.image), *truth]
         answers = prediction.answers.values()
         row += [BETWEEN.join(one) if isinstance(one, tuple) else one for one in answers]
         row += [None] * (first - len(row))  # of an image that failed
@@ -326,15 +331,6 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
         return [*row, prediction.error]
 
     return [*header, *more, "error"], cells
-
-
-def first_cells(prediction: Prediction, layout: Layout) -> list[Cell]:
-    """The image, its cells in a list, and its ground truth."""
-    found = (prediction.truth.get(name) for name in layout.truth)
-    truth = (
-        value if isinstance(value, str | float | None) else BETWEEN.join(value) for value in found
-    )
-    return [prediction.image, *layout.list_texts(prediction.image), *truth]
 
 
 def csv_lines(layout: Layout) -> tuple[str, Line]:

@@ -417,7 +417,9 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     facts, usual = plan.facts, DEFAULTS[choice.method]
     if one_class and not any(map(plan.chosen.get, NO_PROBE)):
         plan.decide("probe_first", True, "steps begin with the head of a probe (LP-FT)")
-    decide_length(plan)
+    if {"epochs", "steps"}.isdisjoint(plan.values) and not limit_epochs(plan):
+        decide_time(plan)
+        plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
     batch = 32 if facts.images < 1200 else int(usual["batch_size"])
     if facts.device != "cpu" and facts.images >= 5000:
         batch *= 2
@@ -441,13 +443,6 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
         why = "a long training of large images bears strong crops" if long else "mild, as measured"
         plan.decide("min_crop", 0.5 if long else usual["min_crop"], why)
     plan.decide("smoothing", usual["smoothing"], "the weights are sure of little as it is")
-
-
-def decide_length(plan: Plan) -> None:
-    """Time, where nothing else is given or decided."""
-    if {"epochs", "steps"}.isdisjoint(plan.values) and not limit_epochs(plan):
-        decide_time(plan)
-        plan.decide("schedule", "wsd", "constant, then linear: its length is settled late")
 
 
 def limit_epochs(plan: Plan) -> bool:

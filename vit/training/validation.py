@@ -66,13 +66,9 @@ def validate(
     if not count:
         raise DataError("not one validation image can be read")
     measured = Validation(int(count), tally.scores(run, totals), int(lost), usage)
-    require_finite_loss(measured, run.step)
-    return measured
-
-
-def require_finite_loss(measured: Validation, step: int) -> None:
     if not math.isfinite(measured.loss):
         raise RunError(
-            f"the validation loss became {measured.loss} after step {step}: lower --lr, or raise "
-            "--warmup-epochs"
+            f"the validation loss became {measured.loss} after step {run.step}: lower --lr, or "
+            "raise --warmup-epochs"
         )
+    return measured

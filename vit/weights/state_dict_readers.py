@@ -272,7 +272,11 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
                 _check_pickle(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
         else:
             with open_file(path) as file:
-                _check_legacy(file, path)
+                magic = _check_pickle(file, path)
+                if magic != LEGACY_MAGIC:
+                    raise WeightsError(f"{path} is a Python pickle, but not of torch; {NO_CODE}")
+                for _ in range(LEGACY_PICKLES - 1):
+                    _check_pickle(file, path)
         with (
             open_file(path) as file,  # an open file, because torch trusts the name
             warnings.catch_warnings(),
@@ -322,14 +326,6 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
             f"{path} is a zip archive, but none of the state_dict of a network; {NO_CODE}"
         )
     return found[0]
-
-
-def _check_legacy(file: IO[bytes], path: Path) -> None:
-    magic = _check_pickle(file, path)
-    if magic != LEGACY_MAGIC:
-        raise WeightsError(f"{path} is a Python pickle, but not of torch; {NO_CODE}")
-    for _ in range(LEGACY_PICKLES - 1):
-        _check_pickle(file, path)
 
 
 def _check_pickle(file: IO[bytes], path: Path) -> object:

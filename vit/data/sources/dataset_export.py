@@ -353,7 +353,12 @@ def write_shards(
             if in_class_folders:
                 members = [(names.add(f"{image.labels[0]}/{name}"), image.content)]
             else:
-                members = _webdataset_members(names, name, image, multilabel)
+                stem, suffix = os.path.splitext(name)
+                folder, slash, last = stem.rpartition("/")
+                # a WebDataset key ends at the first dot
+                key = names.add(folder + slash + last.replace(".", "_"))
+                text = json.dumps(image.annotations(multilabel=multilabel), ensure_ascii=False)
+                members = [(key + suffix, image.content), (f"{key}.json", text.encode())]
             size = sum(len(content) + 1024 for _, content in members)
             if shard is None or shard.offset + size > max_bytes:
                 stack.close()
@@ -367,14 +372,3 @@ def write_shards(
                 info.size, info.mode = len(content), 0o644
                 shard.addfile(info, io.BytesIO(content))
     return WriteCounts(number, files)
-
-
-def _webdataset_members(
-    names: UniqueNames, name: str, image: ImageFile, multilabel: bool
-) -> list[tuple[str, bytes]]:
-    """An image and its annotations as two members; a WebDataset key ends at the first dot."""
-    stem, suffix = os.path.splitext(name)
-    folder, slash, last = stem.rpartition("/")
-    key = names.add(folder + slash + last.replace(".", "_"))
-    text = json.dumps(image.annotations(multilabel=multilabel), ensure_ascii=False)
-    return [(key + suffix, image.content), (f"{key}.json", text.encode())]

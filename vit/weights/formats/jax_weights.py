@@ -72,7 +72,10 @@ def read_jax(arrays: Mapping[str, Array], where: str) -> Pretrained:
     try:
         inside, notes = _select(arrays)
         heads = next((a.shape[1] for name, a in inside.items() if name.endswith("key/kernel")), 0)
-        parts = {_dotted(name): _tensor(name, array) for name, array in inside.items()}
+        parts = {
+            re.sub(r"\.(kernel|scale)$", ".weight", name.replace("/", ".")): _tensor(name, array)
+            for name, array in inside.items()
+        }
         state = _join(rename(parts, TABLE, "the JAX code"))
         config, _ = infer_config(state, {**USUAL, "num_heads": heads})
         state = flatten_patches(state)
@@ -108,10 +111,6 @@ def _select(arrays: Mapping[str, Array]) -> tuple[dict[str, Array], list[str]]:
         elif name not in old:
             single[name] = array
     return single, notes
-
-
-def _dotted(name: str) -> str:
-    return re.sub(r"\.(kernel|scale)$", ".weight", name.replace("/", "."))
 
 
 def _tensor(name: str, array: Array) -> Tensor:

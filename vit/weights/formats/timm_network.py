@@ -134,7 +134,8 @@ def timm_facts(
         facts = facts._replace(classes=classes, notes=(*notes, *more))
     # after an error, it is computed again each time
     with suppress(OSError, RunError, TypeError, ValueError):
-        save_facts(path, facts)
+        order = None if facts.rotary_order is None else asdict(facts.rotary_order)
+        _save(path, [asdict(facts.config), order, *facts[2:]])
     return facts
 
 
@@ -160,12 +161,6 @@ def load_facts(path: Path) -> TimmFacts | None:
         )
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-
-
-def save_facts(path: Path, facts: TimmFacts) -> None:
-    """Write the facts, if they can be written."""
-    order = None if facts.rotary_order is None else asdict(facts.rotary_order)
-    _save(path, [asdict(facts.config), order, *facts[2:]])
 
 
 def _save(path: Path, content: Any) -> None:
