@@ -28,7 +28,6 @@ class EventLog(NamedTuple):
 
     events: list[dict[str, Any]]
     damage: str = ""
-    """Which lines are damaged, if any."""
     cut: bool = False
     """Whether it is the last line that lacks its end, as where a process was killed."""
 

@@ -56,7 +56,6 @@ class Batch(NamedTuple):
     positions: Tensor
     """Positions in the batch of the whole step, (batch,); MixUp pairs neighbours by them."""
     failed: list[BadImage]
-    """Images that could not be read."""
     caption_ids: Tensor | None = None
     """One caption of each image, (batch, tokens), padded at the end; None without captions."""
     mismatched_ids: Tensor | None = None

@@ -128,9 +128,7 @@ class Splits:
     """Class names, sorted or in the order of grades; a label is an index into them. Empty for
     captions without classes."""
     train: tuple[Sample, ...]
-    """Training images."""
     val: tuple[Sample, ...]
-    """Validation images."""
     notes: tuple[str, ...]
     """Notes for the user: what was left out, what looks wrong; safe to print on a terminal."""
     made: bool
@@ -140,7 +138,6 @@ class Splits:
     multilabel: bool = False
     """Whether an image may have any number of classes; they are in `Sample.labels`."""
     tokenizer: "Tokenizer | None" = None
-    """Tokenizer of the captions; None without captions."""
     cache: "ImageCache | DeviceCache | None" = None
     """Cache of decoded training images; None without one."""
     unlabelled: frozenset[str] = frozenset()

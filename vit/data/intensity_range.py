@@ -26,7 +26,6 @@ T = TypeVar("T")
 MAX_MEASURED = 256
 """Images that are measured, evenly spaced over the training images."""
 MAX_PIXELS_OF_IMAGE = 2**14
-"""Pixels of an image of which the channels are measured."""
 THREADS = 4
 IMAGE_QUANTILES = (0.01, 0.99)
 

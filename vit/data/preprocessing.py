@@ -49,9 +49,7 @@ RESAMPLING: dict[str, Image.Resampling] = {
 IMAGENET_COLOURS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of the colours of ImageNet."""
 CLIP_COLOURS = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-"""Those of CLIP's images."""
 TILE_CHUNK = 64
-"""Tiles that are computed at once."""
 MAX_RESIZED_PIXELS = 2**24
 """Larger resized images are not computed, only their crops; 1 x 3000 would take 450 MB."""
 

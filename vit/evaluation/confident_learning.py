@@ -65,7 +65,6 @@ class LabeledRow:
     image: str
     label: str
     label_score: float
-    """Probability of the label."""
     predictions: tuple[tuple[str, float], ...]
     """The most probable classes with their probabilities."""
 

@@ -48,7 +48,6 @@ class Windows(NamedTuple):
     """Parts of a stream that are tested."""
 
     first: Tensor
-    """First line of each, (windows,)."""
     end: Tensor
     """The line after the last one."""
     weight: Tensor

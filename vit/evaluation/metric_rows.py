@@ -18,7 +18,6 @@ class Metric(NamedTuple):
     share: bool = True
     """Whether it is in [0, 1], and shown in percent."""
     of_images: bool = False
-    """Whether it is a share of the images."""
     note: str = ""
     """Follows the value; {} is the calibration error by chance."""
     in_units: bool = False

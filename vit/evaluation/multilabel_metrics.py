@@ -52,7 +52,6 @@ class RankedImages(NamedTuple):
     """The images by the score of one class, from high to low; equal scores are one step."""
 
     scores: Tensor
-    """Score of each step, (steps,)."""
     ends: Tensor
     """Index of the last image of each step, (steps,)."""
     order: Tensor

@@ -87,7 +87,6 @@ MAX_RUNS = len(ascii_uppercase)
 STEPS = 4000
 """Intervals of the integral of Student's density."""
 MAX_IMAGES = 48
-"""Images on the page."""
 
 
 class MapScores(NamedTuple):
@@ -95,7 +94,6 @@ class MapScores(NamedTuple):
 
     value: float
     interval: Interval
-    """Its 95 % interval, if it has one."""
     left_out: Tensor
     """Average precision without each part of the images, (classes, parts)."""
 

@@ -166,7 +166,6 @@ class Column(NamedTuple):
 
     title: str
     attribute: str
-    """The value of a run."""
     text: Callable[[RunRecord], str] | None = None
     """What is shown of a run that has the value; the value itself by default."""
     number: bool = False

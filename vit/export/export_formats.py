@@ -221,4 +221,3 @@ FORMATS = {
     "openvino": Format((".xml", ".bin"), write_openvino),
     "torch": Format((".pt2",), write_torch),
 }
-"""By the name of --to."""

@@ -19,7 +19,6 @@ FLOAT32_OPERATORS = (
     # routing of tokens, which must not depend on the last bits
     *("TopK", "ArgMax", "Less", "Greater", "Equal", "ScatterElements", "ScatterND", "OneHot"),
 )
-"""Operators that stay in float32."""
 LARGEST = float(np.finfo(np.float16).max)
 
 

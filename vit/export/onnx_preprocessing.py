@@ -37,7 +37,6 @@ Number = int | float
 PREFIX = "pixels/"
 """Prefix of the names of all nodes and tensors."""
 FITTED = f"{PREFIX}fitted"
-"""Name of the result."""
 ONE = 1 << 22  # a weight of 1 in fixed point
 HALF = 1 << 11
 GROUP = 16

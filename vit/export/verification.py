@@ -91,7 +91,6 @@ class ModelOutputs:
 
 
 Outputs = list[ModelOutputs | str]
-"""Outputs of each image, or its error."""
 
 
 @torch.inference_mode()

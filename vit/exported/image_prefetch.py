@@ -44,7 +44,6 @@ class PixelBudget:
 
 
 DECODED_PIXELS = PixelBudget()
-"""The budget of this process."""
 
 
 class ImageReader:

@@ -748,9 +748,7 @@ class Outcome(NamedTuple):
     """What one process has done."""
 
     totals: Counter[str]
-    """Of all its images."""
     predicted: int
-    """Images predicted now."""
     seconds: float
 
 

@@ -46,7 +46,6 @@ PIECES_PER_WORKER = 8
 MAX_ATTEMPTS = 3
 """Attempts at a piece whose worker dies each time, before its images are failures."""
 MAX_READ_THREADS = 8
-"""Threads of a worker that read images."""
 
 
 class AttemptCounter:

@@ -42,7 +42,6 @@ from vit.serving.server_metrics import ServerMetrics, WatchFile
 from vit.text import nearest, printable
 
 CAPTION_FLAGS = {field.name for field in fields(Search)} - {"top_k"} | {"sample_top_k"}
-"""Settings of captions, which are flags of the server."""
 PAGE = Path(__file__).parent / "page"
 ASSETS = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -52,7 +51,6 @@ ASSETS = {
 PROBES = {"/health", "/ready", "/v2/health/live", "/v2/health/ready"}
 """Paths without secrets, which Kubernetes requests by IP address."""
 OPEN_PATHS = {*ASSETS, *PROBES}
-"""Paths that need no token."""
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

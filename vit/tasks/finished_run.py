@@ -57,7 +57,6 @@ class ValidationLogits:
     labels: Tensor
     """As `Batch.labels`."""
     paths: list[str]
-    """Files of the images."""
     failed: dict[str, str]
     """Files that cannot be read, with the reason."""
     distance: "FeatureDistance | None" = None
@@ -65,7 +64,6 @@ class ValidationLogits:
     distances: Tensor | None = None
     """Distance of each image, (images,), float64."""
     properties: ImageProperties | None = None
-    """Brightness and sharpness of the images."""
     data: DatasetSpec | None = None
     """What they were read from, by which their groups are found."""
 

@@ -68,7 +68,6 @@ class Pretraining(Task):
     higher_is_better = False
     trained_head = "the encoder"
     title: ClassVar[str]
-    """The name of the method."""
     least_spread: ClassVar[float]
     """Spread of the features below which they have collapsed: they hardly depend on the image."""
     remedy: ClassVar[str]

@@ -34,7 +34,6 @@ from vit.training.training_context import TrainingContext
 from vit.training.training_loaders import TransformFor
 
 TIMED_IMAGES = 32
-"""Images whose loading is timed."""
 MAX_TIMING_SECONDS = 1.0
 MAX_WORKERS_PER_CORE = 4
 """Loader processes per core at most, however slow the disk is."""

@@ -99,7 +99,6 @@ class CaptionStats(NamedTuple):
     """Of the captions of the training images."""
 
     total: int
-    """Number of captions."""
     tokens: float
     """Mean length in tokens, with the end token."""
     longest: int
@@ -126,7 +125,6 @@ class Facts:
     """What the plan follows from."""
 
     images: int
-    """Training images."""
     taught: int = 0
     """Those without a label, which get that of a teacher."""
     classes: int
@@ -140,7 +138,6 @@ class Facts:
     aspect: float = 1.0
     """Median of the long side by the short side."""
     validation: int
-    """Validation images."""
     divided: bool
     """Whether the validation images are held out by us."""
     device: str

@@ -142,7 +142,6 @@ class WeightsChoice:
     seconds: float
     """Estimate of one pass of the method, with the validation images."""
     fits: bool
-    """Whether it fits the time."""
     better: str = ""
     """Weights that would be preferred, and are not on this disk."""
 

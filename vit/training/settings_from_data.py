@@ -77,7 +77,6 @@ class HeaderScan(NamedTuple):
     """What the headers of images show, in the order of the images."""
 
     bad: list[BadImage]
-    """Images that cannot be read."""
     stored: dict[str, StoredValues]
     """Of the images of instruments what they hold, by path."""
 

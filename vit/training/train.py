@@ -232,7 +232,6 @@ class ResolvedRun:
     failed: dict[str, str]
     """Images that cannot be read, with the reason."""
     source: Pretrained | None
-    """Pretrained weights of a new run."""
     budget: TimeBudget | None
     """The time budget that chose the number of steps, and may change it during the cooldown."""
 

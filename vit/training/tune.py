@@ -51,7 +51,6 @@ from vit.training.trainer import TrainingResult
 
 TUNE_FILE, BEST_RUN = "tune.json", "best"
 SEARCH_SHARE = 0.5
-"""Share of the time that is for the search."""
 FACTOR, MAX_FINAL_TRIALS = 3, 3
 """Reduction factor: each rung has 1/3 of the trials of the one before, each 3 times as long; the
 last one has at most three."""

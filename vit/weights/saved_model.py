@@ -112,7 +112,6 @@ class SerializedModel:
     """A checked model, serialised in memory."""
 
     config: str
-    """Content of config.json."""
     tensors: dict[str, Tensor]
     """Tensors of model.safetensors, by timm's names."""
     tokenizer: str | None = None

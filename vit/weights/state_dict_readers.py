@@ -38,7 +38,6 @@ from vit.weights.safetensors_io import read_any_tensors
 FileFormat = Literal["safetensors", "zip", "pickle", "index"]
 
 HEADER_BYTES = 64
-"""Bytes read for detection."""
 NO_CODE = "ask for a .safetensors file"
 
 

@@ -32,7 +32,6 @@ from vit.errors import DataError
 from vit.paths import user_cache
 
 SHAPES_SIDE = 64
-"""Side of an image, in pixels."""
 SUBPIXELS = 4
 """Subpixels a pixel, on each axis. Lengths below are in subpixels unless noted."""
 SIZES = {"small": (20, 28), "large": (44, 56)}

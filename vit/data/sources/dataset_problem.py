@@ -95,7 +95,6 @@ KINDS: dict[str, Severity] = {
     "deep": "note",
     "greyscale": "note",
 }
-"""Severity of each kind."""
 SKIPPABLE = ("unreadable", "empty_file", "truncated", "too_large", "decoder_failed", "empty_class")
 """Errors that `--on-bad-image skip` leaves out."""
 LOCATED = (

@@ -70,7 +70,6 @@ class Entry(NamedTuple):
     """A row of a list, or the rows of one image."""
 
     name: str
-    """Of the image, as it is written."""
     line: int
     """The first that names it."""
     labels: tuple[str, ...] = ()
@@ -98,7 +97,6 @@ class ImageList:
     """Whether it is a list of captions, where an image may have a line for each."""
     rows: list[Entry] = field(default_factory=list)
     entries: dict[str, Entry] = field(default_factory=dict)
-    """By image."""
     columns: Columns | None = None
     """Of the first row."""
     is_table: bool = False

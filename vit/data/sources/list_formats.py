@@ -49,9 +49,7 @@ class Row(NamedTuple):
     line: int
     """First line of the row, from 1; 0 where the file is not read by lines."""
     names: Sequence[str]
-    """Of the columns, or keys."""
     header: int
-    """The line of the names."""
     values: dict[str, Any]
     """By name: text in tables, any JSON value otherwise."""
     delimiter: str = ""

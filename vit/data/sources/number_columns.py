@@ -15,7 +15,6 @@ NUMBER = re.compile(
     r"([-+\u2212]?(?:[0-9]+(?:[.,][0-9]*)?|[.,][0-9]+)(?:[eE][-+]?[0-9]+)?)"
     r"\s*((?:[^\W\d_]|[%‰°'\"$€£¥])\S{0,11})?"
 )
-"""A number and its unit."""
 THOUSANDS = re.compile(r"[-+\u2212]?[1-9][0-9]{0,2},[0-9]{3}")
 """A number whose comma may separate thousands."""
 NO_VALUE = {"nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity"}

@@ -25,7 +25,6 @@ MAX_JSON_BYTES = 2 * 2**30
 """Of a file that is read as a whole."""
 MAX_LINE = 2**24
 MAX_BAD_LINES = 10
-"""Lines that an error names."""
 BEGINNING, BEGINNING_ROWS = 2**16, 20
 JSON_CONSTANTS = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
 """Values of the names that Python writes into JSON; NaN is a gap in a table of pandas."""

@@ -44,7 +44,6 @@ class Fold(NamedTuple):
     number: int
     """From 1."""
     total: int
-    """Number of folds."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ class CheckpointState:
     """State of a run beside its tensors; the fields are the keys of the JSON in the file."""
 
     step: int
-    """Optimiser steps made."""
     epoch: int
     """Epochs recorded in metrics.jsonl."""
     part: dict[str, Any]
@@ -49,11 +48,9 @@ class CheckpointState:
     failed: dict[str, str]
     """Images that were left out, with the reason."""
     data: dict[str, Any]
-    """Fingerprint of the dataset."""
     scaler: dict[str, Any] | None
     """State of the fp16 loss scaler."""
     metrics_bytes: int
-    """Size of metrics.jsonl."""
     best: list[dict[str, Any]]
     """Events of the best epochs, the best one first."""
     damaged: list[Path] = field(default_factory=list)
