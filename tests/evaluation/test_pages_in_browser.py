@@ -41,10 +41,9 @@ MB = 1_000_000
 
 @dataclass
 class View:
-    """An open page, and what it did while it was open."""
+    """An open page."""
 
     page: "sync_api.Page"
-    faults: list[str]
 
     def sideways(self) -> int:
         """Pixels by which the page is wider than its window."""
@@ -71,38 +70,38 @@ def browser() -> Iterator["sync_api.Browser"]:
 
 
 @pytest.fixture
-def open_page(browser) -> Iterator[Callable[..., View]]:
-    """Open a file; at the end, the page must have had no error, request or dialog."""
-    views, contexts = [], []
+def watched(browser) -> Iterator[Callable[..., "sync_api.Page"]]:
+    """Open an address; at the end no page may have had an error, a dialog, a window, a download, or
+    a request for anything but that address, what is `below` it, and data."""
+    contexts, faults = [], []
 
-    def open_page(path: Path, device=DESK) -> View:
-        context = browser.new_context(**device, offline=True)
+    def watched(address: str, below: str = "", **options) -> "sync_api.Page":
+        context = browser.new_context(**options)
         contexts.append(context)
-        page = context.new_page()
-        view = View(page, [])
-        note = view.faults.append
-        page.on("console", lambda message: note(f"console: {message.text}"))
-        page.on("pageerror", lambda error: note(f"error: {error}"))
-        page.on("dialog", lambda dialog: (note(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("popup", lambda _: note("a window"))
-        page.on("download", lambda _: note("a download"))
-        own = path.resolve().as_uri()
+        page, own = context.new_page(), (below or address, f"blob:{below}", "data:")
+        page.on("console", lambda message: faults.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: faults.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
+        page.on("popup", lambda _: faults.append("a window"))
+        page.on("download", lambda _: faults.append("a download"))
         page.on(
             "request",
-            lambda request: (
-                None
-                if request.url == own or request.url.startswith("data:")
-                else note(f"request: {request.url}")
-            ),
+            lambda request: request.url.startswith(own) or faults.append(f"asks {request.url}"),
         )
-        page.goto(own)
-        views.append(view)
-        return view
+        page.goto(address)
+        return page
 
-    yield open_page
+    watched.faults = faults
+    yield watched
     for context in contexts:
         context.close()
-    assert [fault for view in views for fault in view.faults] == []
+    assert faults == []
+
+
+@pytest.fixture
+def open_page(watched) -> Callable[..., View]:
+    """Open a file."""
+    return lambda path, device=DESK: View(watched(path.resolve().as_uri(), **device, offline=True))
 
 
 def photograph(path: Path, seed: int) -> str:

@@ -12,7 +12,7 @@ from tests.conftest import save_untrained
 from tests.serving.conftest import Client, running
 
 pages = pytest.importorskip("tests.evaluation.test_pages_in_browser")
-browser = pages.browser
+browser, watched = pages.browser, pages.watched
 expect = pages.sync_api.expect
 pytestmark = pytest.mark.slow
 
@@ -31,31 +31,14 @@ def server(tmp_path_factory, captioner) -> Iterator[Client]:
 
 
 @pytest.fixture
-def open_page(browser, server):
-    """Open the page; at the end it must have had no error, no dialog and no foreign request."""
-    contexts, faults = [], []
-
+def open_page(watched, server):
     def open_page(device, url=server.server.url, **options):
-        context = browser.new_context(**device, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: faults.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: faults.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
-        own = (url, f"blob:{url}", "data:")
-        page.on(
-            "request",
-            lambda request: request.url.startswith(own) or faults.append(f"asks {request.url}"),
-        )
-        page.goto(url)
+        page = watched(url, url, **device, **options)
         expect(page.locator("#about")).to_contain_text("·")
         return page
 
-    open_page.faults = faults
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
+    open_page.faults = watched.faults
+    return open_page
 
 
 def drop(page, names):
