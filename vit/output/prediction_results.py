@@ -313,7 +313,7 @@ def spreadsheet_cells(layout: Layout) -> tuple[list[str], Callable[[Prediction],
             value if isinstance(value, str | float | None) else BETWEEN.join(value)
             for value in found
         )
-        row = [prediction.image, *layout.list_texts(prediction.image), *truth]
+        row: list[Cell] = [prediction.image, *layout.list_texts(prediction.image), *truth]
         answers = prediction.answers.values()
         row += [BETWEEN.join(one) if isinstance(one, tuple) else one for one in answers]
         row += [None] * (first - len(row))  # of an image that failed
