@@ -125,7 +125,7 @@ def test_every_way_gives_the_same_answers(journey, tmp_path, capsys):
         capsys.readouterr()
         found, named = answers(journey, rows_of(capsys, tmp_path / name, journey.files))
         assert named == texts
-        within = {"rtol": 5e-3} if name == "net.xml" else question.within
+        within = {"rtol": 5e-3, "atol": 0.01} if name == "net.xml" else question.within
         np.testing.assert_allclose(found, expected, **within)
         exported = evaluated(tmp_path / name, journey, tmp_path / "exported.json")
         assert exported[question.score] == pytest.approx(score, rel=1e-2, abs=1e-3)
