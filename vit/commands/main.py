@@ -62,12 +62,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(words[0], words[1:])
 
 
+def refuse_other_distribution(folder: Path) -> None:
+    """End the process where the distribution `vit`, another project, is in `folder` too."""
+    for other in folder.glob("vit-*.dist-info"):
+        print(
+            f"vit: {other.stem} is another project, whose files replace some of this one in "
+            f"{folder}: pip uninstall -y vit vit-toolkit, then pip install vit-toolkit",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_USAGE)
+
+
 def console(*first: str) -> None:
     """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
     # in another locale names of files and classes would differ from those that runs have stored
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
+    refuse_other_distribution(Path(__file__).parents[2])
     words = [*first, *sys.argv[1:]]
     limit_active_waiting()
     if words[:1] != ["serve"]:  # whose memory has to stay small for weeks

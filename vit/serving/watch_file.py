@@ -8,7 +8,7 @@ IMAGES}, "scores": [IMAGES], "distances": [IMAGES]}.
 import asyncio
 import os
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from vit.atomic_files import explain_write_errors
@@ -60,7 +60,7 @@ class WatchFile:
         if self.reference is None or not self.rows:
             return
         line = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "calibration": self.reference.calibration,
             "images": len(self.rows),
             **self.reference.count(self.rows),
