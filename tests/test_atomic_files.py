@@ -11,7 +11,7 @@ import pytest
 
 from vit.atomic_files import (
     LOCKED_BYTE,
-    SHARES_LOCKS,
+    POSIX,
     atomic_folder,
     lock_file,
     locked,
@@ -20,7 +20,7 @@ from vit.atomic_files import (
 )
 from vit.errors import RunError
 
-needs_shared_locks = pytest.mark.skipif(not SHARES_LOCKS, reason="Windows has none")
+needs_shared_locks = pytest.mark.skipif(not POSIX, reason="Windows has none")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from vit.errors import DISK_FULL, RunError
 
-SHARES_LOCKS = find_spec("fcntl") is not None
+POSIX = find_spec("fcntl") is not None
 """Whether this system has shared locks, and deletes open files: all but Windows."""
 LOCKED_BYTE, LOCK_SECONDS = 2**31 - 2, 0.1
 """The byte that is locked on Windows, where nobody may read it, and the time between attempts."""
