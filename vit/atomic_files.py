@@ -148,21 +148,19 @@ def lock_file(
 def _lock_on_windows(file: int, *, wait: bool, shared: bool) -> bool:
     msvcrt: Any = importlib.import_module("msvcrt")
     place = os.lseek(file, 0, os.SEEK_CUR)
+    os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
     try:
-        os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
         with contextlib.suppress(OSError):  # a lock of this file from before
             msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
         while True:
-            try:
+            with contextlib.suppress(PermissionError):
                 msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-                break
-            except PermissionError:
-                if not wait:
-                    return False
-                time.sleep(LOCK_SECONDS)
-        if shared:
-            msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
-        return True
+                if shared:
+                    msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+                return True
+            if not wait:
+                return False
+            time.sleep(LOCK_SECONDS)
     finally:
         os.lseek(file, place, os.SEEK_SET)
 

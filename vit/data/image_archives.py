@@ -273,7 +273,8 @@ def split_address(path: str) -> tuple[str, str] | None:
 def content_digest(path: str) -> bytes:
     """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
     with open_binary(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))  # type: ignore[arg-type]
+        return digest.digest()
 
 
 def relative(path: str, root: Path) -> str:

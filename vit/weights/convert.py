@@ -409,19 +409,17 @@ def hub_metadata(source: str | os.PathLike[str], name: str, best: Event | None) 
     weights, data = str(stored.get("weights") or source), str(stored.get("data") or "")
     if base := re.match(r"(?:hf/|(?=timm/))([^/@]+/[^/@]+)", weights):
         found["base_model"] = base[1]
-    kind = "imagefolder"
     if data.startswith("hf:") and not os.path.exists(data[3:]):
-        kind = data[3:].split(":")[0]
-        found["datasets"] = [kind]
+        found["datasets"] = [data[3:].split(":")[0]]
     scores = [
         {"type": HUB_METRICS[key], "name": key, "value": value}
         for key, value in (best or {}).items()
         if key in HUB_METRICS and value is not None
     ]
     if data and scores:
-        dataset, task = {"name": Path(data).name, "type": kind}, {"type": TASKS[True]}
-        result = {"task": task, "dataset": dataset, "metrics": scores}
-        found["model-index"] = [{"name": name, "results": [result]}]
+        kind, *_ = found.get("datasets", ["imagefolder"])
+        of = {"task": {"type": TASKS[True]}, "dataset": {"name": Path(data).name, "type": kind}}
+        found["model-index"] = [{"name": name, "results": [{**of, "metrics": scores}]}]
     return found
 
 

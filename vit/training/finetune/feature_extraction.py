@@ -203,7 +203,7 @@ def content_key(path: str) -> Key | BadImage:
     """SHA-256 of the file `path`, or the reason why it cannot be read."""
     try:
         with open_binary(path) as file:
-            return hashlib.file_digest(file, "sha256").digest()
+            return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
     except BadImage as bad:
         return BadImage(bad.path, bad.reason)
     except OSError as error:
