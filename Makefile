@@ -14,7 +14,7 @@ lint:               ## lint, format and types
 	ruff format --check .
 	mypy
 
-bench:              ## this toolkit beside its peers, one file in benchmarks/results (pip install '.[bench]')
+bench:              ## this toolkit beside its peers, one file in benchmarks/results (pip install -e . --group bench)
 	python -m benchmarks
 
 gpu:                ## every test that needs a GPU, then the network beside timm there, in one file
@@ -24,7 +24,7 @@ format:             ## mend what ruff can mend
 	ruff check --fix .
 	ruff format .
 
-release:            ## sdist and wheel in dist/, built twice and compared (pip install '.[release]')
+release:            ## sdist and wheel in dist/, built twice and compared (pip install --group release)
 	python packaging/build_release.py
 
 try-release:        ## the wheel of dist/ alone, by the lines of the pages, and the tests of the sdist (pip install '.[test]')
@@ -43,5 +43,5 @@ lowest-lock:        ## packaging/lowest.txt again, after a change of the lower b
 notebooks:          ## what the notebooks of docs/notebooks print, executed and saved again (pip install '.[dev]')
 	python tools/execute_notebooks.py
 
-docs:               ## the documentation site in site/, which needs no server (pip install '.[docs]')
+docs:               ## the documentation site in site/, which needs no server (pip install -e . --group docs)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict

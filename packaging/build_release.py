@@ -1,6 +1,6 @@
 """Builds the sdist and the wheel twice from the last commit, compares the bytes, and checks both.
 
-    python packaging/build_release.py [FOLDER]       (pip install '.[release]')
+    python packaging/build_release.py [FOLDER]       (pip install --group release)
 
 FOLDER (default: dist) receives both files, SHA256SUMS, and a bill of materials: what a plain
 installation of the wheel brings today, in CycloneDX's JSON.

@@ -6,6 +6,7 @@ No Docker runs in the tests: the steps of the Dockerfile do, in a fresh virtual 
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from tests.exported.test_exported_classifier import written
 from tests.serving.conftest import ask, wait_for
 from vit.commands import serve_command
 from vit.commands.command_parser import CommandParser, options_of
+from vit.serving import application
 from vit.serving.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +70,23 @@ def test_the_container_is_not_root_and_starts_a_server_of_its_own_port():
     assert f":{config.port}/health" in instruction("HEALTHCHECK")[-1]
     last_user = re.findall(r"^USER (\d+)$", DOCKERFILE, re.MULTILINE)[-1]
     assert f"useradd --uid {last_user}" in DOCKERFILE
+
+
+def test_the_template_of_a_space_serves_one_model_inside_its_page(monkeypatch):
+    """Of the Hugging Face hub, whose front matter has the port."""
+    space = ROOT / "packaging" / "space"
+    lines = (space / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    program, *words = json.loads(lines[-1].removeprefix("CMD "))[1:]
+    args = parse(words)
+    config = options_of(args, ServerConfig)
+    front = yaml.safe_load((space / "README.md").read_text(encoding="utf-8").split("---")[1])
+    assert (front["sdk"], front["app_port"]) == ("docker", config.port)
+    assert (config.host, args.models) == ("0.0.0.0", ["model.onnx"])
+    assert f"COPY {program} {args.models[0]} ./" in lines
+    monkeypatch.setattr(application, "PAGE_POLICY", application.PAGE_POLICY)
+    assert "frame-ancestors 'none'" in application.PAGE_POLICY
+    runpy.run_path(str(space / program))
+    assert application.PAGE_POLICY.endswith("frame-ancestors https://huggingface.co")
 
 
 def test_the_manifest_fits_the_server_and_the_image():

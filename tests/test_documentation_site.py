@@ -130,6 +130,14 @@ def test_every_page_of_docs_is_reached_from_the_navigation(open_page, site):
     assert {path.stem + ".html" for path in (ROOT / "docs").glob("[a-z]*.md")} <= reached
 
 
+def test_llms_txt_has_every_page_of_the_navigation(site):
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# Vision Transformer toolkit\n\n> ")
+    linked = re.findall(r"\]\(([\w/.-]+)\)", text)
+    assert {path.stem + ".html" for path in (ROOT / "docs").glob("[a-z]*.md")} <= {*linked}
+    assert all((site / name).is_file() for name in linked)
+
+
 def test_links_to_the_code_lead_to_its_pages(open_page):
     page = open_page("recipes.html", pages.DESK)
     page.locator('a:has-text("vit/training/plan_rules.py")').first.click()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -38,6 +39,14 @@ def test_a_named_precision_is_taken_as_it_is(name):
 def test_an_unknown_precision_is_refused():
     with pytest.raises(ConfigError, match="choose one of auto, fp32, bf16, fp16"):
         resolve_precision("bf17", "cpu")
+
+
+@pytest.mark.parametrize("macos", [13, 14])
+def test_bf16_of_apples_gpu_needs_macos_14(macos, monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *least: (macos, 0) >= least)
+    assert resolve_precision("auto", "mps") == "fp32"
+    with nullcontext() if macos == 14 else pytest.raises(ConfigError, match="from macOS 14 on"):
+        assert resolve_precision("bf16", "mps") == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -90,15 +90,15 @@ def test_a_version_of_the_bound_itself_is_new_enough():
     assert release("2.8.0+cu128") == release("2.8") == release("2.8.0rc1")
 
 
-def test_python_before_3_10_is_refused_by_the_first_line_that_runs():
+def test_python_before_3_11_is_refused_by_the_first_line_that_runs():
     code = (
-        "import sys; sys.version_info = (3, 9, 1)\n"
+        "import sys; sys.version_info = (3, 10, 1)\n"
         "try:\n    import vit\nexcept ImportError as error:\n    print(error)"
     )
     run = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert run.stdout == "vit needs Python 3.10 or newer; this is Python 3.9\n"
+    assert run.stdout == "vit needs Python 3.11 or newer; this is Python 3.10\n"
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -5,6 +5,7 @@
     project/*.md               README, CHANGELOG and the like, which are outside of docs/
     source/*.md                the files of the repository that pages link to
     notebooks/*.md             the notebooks of docs/notebooks with their saved results
+    llms.txt                   the pages by title, for programs that look for one
 
 Pages keep the links that work in the repository: a link to a file outside of docs/ leads to one of
 these pages.
@@ -75,6 +76,9 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "markdown", ".jsonl": "json"}
 TITLES = {"positional arguments": "Arguments", "options": "Flags"}
 QUOTES = "#\"' "
+LLMS_NOTE = """\
+Programs that run the commands begin with [agents.html](agents.html): the order of work, exit codes,
+files to read, and what never to do."""
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 
 
@@ -109,6 +113,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     add("reference/python.md", python_page())
     for name, uri in PROJECT.items():
         add(uri, (ROOT / name).read_text(encoding="utf-8"))
+    add("llms.txt", index_of_pages(config))
     notebooks = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
     for path in notebooks:
         add(site_uri(path), notebook_page(path))
@@ -171,6 +176,27 @@ def outside_links(page: Path) -> Iterator[Path]:
             continue
         if path.relative_to(ROOT).as_posix() not in PROJECT:
             yield path
+
+
+def index_of_pages(config: MkDocsConfig) -> str:
+    """The pages of the navigation as a list of links by part, in the form of llmstxt.org."""
+
+    def rows(entry: Any, title: str = "") -> Iterator[str]:
+        if isinstance(entry, str):
+            page = "index.html" if entry == "README.md" else entry.replace(".md", ".html")
+            yield f"- [{title or 'Documentation'}]({page})"
+        elif isinstance(entry, list):
+            for each in entry:
+                yield from rows(each)
+        else:
+            for name, inside in entry.items():
+                yield from rows(inside, name)
+
+    parts = [f"# {config.site_name}", f"> {config.site_description}", LLMS_NOTE]
+    for part in config.nav or []:
+        for title, entries in part.items():
+            parts.append("\n".join([f"## {title}", "", *rows(entries)]))
+    return "\n\n".join(parts) + "\n"
 
 
 def site_uri(path: Path) -> str:

@@ -387,7 +387,7 @@ CAPABILITIES: Sequence[Capability] = (
     Capability(
         "Documentation, examples, packaging", "",
         tests="test_documents test_documentation_site test_examples test_notebooks test_tour "
-        "test_packaging test_container test_benchmarks",
+        "test_packaging test_container test_benchmarks test_windows",
     ),
 )  # fmt: skip
 

@@ -39,9 +39,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-if sys.version_info < (3, 10):  # noqa: UP036  a checkout was not installed by pip
+if sys.version_info < (3, 11):  # noqa: UP036  a checkout was not installed by pip
     running = ".".join(map(str, sys.version_info[:2]))
-    raise ImportError(f"vit needs Python 3.10 or newer; this is Python {running}")
+    raise ImportError(f"vit needs Python 3.11 or newer; this is Python {running}")
 
 from vit.quick_imports import require_supported_versions
 from vit.version import __version__ as __version__

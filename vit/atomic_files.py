@@ -1,13 +1,15 @@
 """Files and folders that appear when they are complete, and locks on files.
 
 They are written beside their path, flushed to disk and renamed, so that either the old or the
-complete new version exists at any time. Locks hold against other processes; Windows has none.
+complete new version exists at any time. Locks hold against other processes.
 """
 
 import contextlib
+import importlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import Any, BinaryIO
 
 from vit.errors import DISK_FULL, RunError
 
-HAS_LOCKS = find_spec("fcntl") is not None
-"""Whether this system locks files, and deletes open ones."""
+POSIX = find_spec("fcntl") is not None
+"""Whether this system has shared locks, and deletes open files: all but Windows."""
+LOCKED_BYTE, LOCK_SECONDS = 2**31 - 2, 0.1
+"""The byte that is locked on Windows, where nobody may read it, and the time between attempts."""
 
 
 @contextlib.contextmanager
@@ -125,17 +129,40 @@ def _fsync(path: Path) -> None:
 def lock_file(
     file: BinaryIO, *, wait: bool = False, shared: bool = False, inherited: bool = True
 ) -> bool:
-    """Lock `file` until it and its mappings are closed; False if another process holds it."""
+    """Lock `file` until it and its mappings are closed; False if another process holds it.
+
+    On Windows a shared lock waits for or finds exclusive ones, and is then given back.
+    """
     try:
         import fcntl
     except ImportError:
-        return True
+        return _lock_on_windows(file.fileno(), wait=wait, shared=shared)
     lock = fcntl.flock if inherited else fcntl.lockf
     try:
         lock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _lock_on_windows(file: int, *, wait: bool, shared: bool) -> bool:
+    msvcrt: Any = importlib.import_module("msvcrt")
+    place = os.lseek(file, 0, os.SEEK_CUR)
+    os.lseek(file, LOCKED_BYTE, os.SEEK_SET)
+    try:
+        with contextlib.suppress(OSError):  # a lock of this file from before
+            msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+        while True:
+            with contextlib.suppress(PermissionError):
+                msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+                if shared:
+                    msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+                return True
+            if not wait:
+                return False
+            time.sleep(LOCK_SECONDS)
+    finally:
+        os.lseek(file, place, os.SEEK_SET)
 
 
 @contextlib.contextmanager

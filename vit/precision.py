@@ -51,10 +51,13 @@ def resolve_precision(name: str, device: torch.device | str) -> Precision:
     """The precision of `name` on `device`; `auto` is bf16 if the hardware supports it, else fp32.
 
     Emulated bf16 is slower than float32 and less precise, so `auto` never chooses it. An explicit
-    precision is returned unchanged.
+    precision is returned unchanged, or refused.
     """
     if name == "auto":
         return "bf16" if has_bf16(torch.device(device)) else "fp32"
+    apple = name == "bf16" and torch.device(device).type == "mps"
+    if apple and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise ConfigError("precision='bf16': MPS has it from macOS 14 on; use fp32")
     for known in DTYPES:
         if name == known:
             return known

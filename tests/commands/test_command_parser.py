@@ -8,7 +8,7 @@ import pytest
 
 from tests.commands.conftest import read_rows
 from vit.commands.command_parser import CommandParser, dataset_spec
-from vit.commands.main import COMMANDS, main
+from vit.commands.main import COMMANDS, main, refuse_other_distribution
 from vit.commands.train_command import TITLES
 from vit.config import SourceConfig
 from vit.config.setting_layers import all_settings
@@ -137,3 +137,13 @@ def test_lists_go_from_command_to_command(photos, tiny_run, capsys):
     assert main(["predict", str(run), "list.csv", "--out", "third.csv", *FIXED]) == 0
     with open("third.csv", "rb") as file:
         assert file.read().count(b"\r\n") == 10
+
+
+def test_another_project_in_the_same_package_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "vit_toolkit-0.1.0.dist-info").mkdir()
+    refuse_other_distribution(tmp_path)
+    (tmp_path / "vit-2.3.4.dist-info").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        refuse_other_distribution(tmp_path)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("vit: vit-2.3.4 is another project, whose files ")

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import timm
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
@@ -72,6 +73,32 @@ def test_the_model_card_describes_the_model(tiny_run, tmp_path):
     card = (tmp_path / "out/README.md").read_text()
     assert card.startswith("---\nlibrary_name: timm\n")
     assert "apple, class10, class2" in card
+
+
+@pytest.mark.parametrize(
+    ("weights", "data", "base", "datasets"),
+    [
+        ("timm/vit_tiny.augreg@main", "photos/birds", "timm/vit_tiny.augreg", None),
+        ("hf/facebook/deit", "hf:uoft-cs/cifar10:plain", "facebook/deit", ["uoft-cs/cifar10"]),
+        ("runs/other", "digits", None, None),
+    ],
+)
+def test_the_hub_reads_base_model_dataset_and_scores_of_the_card(
+    weights, data, base, datasets, tiny_run, tmp_path
+):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    (run / "config.yaml").write_text(f"weights: {weights}\ndata: {data}\n")
+    best = {"event": "epoch", "epoch": 1, "step": 5, "val_loss": 0.5, "val_top1": 0.875, "lr": 0.1}
+    (run / "metrics.jsonl").write_text(json.dumps(best) + "\n")
+    convert(run, "--to", "timm", "--out", tmp_path / "out")
+    card = ModelCard.load(tmp_path / "out/README.md").data
+    assert (card.base_model, card.datasets) == (base, datasets)
+    (score,) = card.eval_results
+    assert (card.model_name, score.task_type) == ("out", "image-classification")
+    assert (score.metric_type, score.metric_value) == ("accuracy", 0.875)
+    assert score.dataset_name == data.split("/")[-1]
+    assert score.dataset_type == (datasets or ["imagefolder"])[0]
 
 
 def test_an_existing_folder_is_replaced_only_with_overwrite(refusal, tiny_run, tmp_path):

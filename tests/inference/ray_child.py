@@ -28,10 +28,10 @@ class Mortal(ray_inference.Worker):
 
 if dies != "never":
     ray_inference.Worker = Mortal
-settings = {"precision": "fp32", "batch_size": 4, "device": "cpu"}
+settings = {"precision": "fp32", "batch_size": 4, "device": "cpu", "workers": 2}
 try:
     failed = ray_inference.predict_with_ray(
-        run, images, out, style=style, top_k=2, settings=settings, workers=2,
+        run, images, out, style=style, top_k=2, settings=settings,
         notify=lambda note: print(note, file=sys.stderr),
     )  # fmt: skip
 except VitError as error:

@@ -195,7 +195,7 @@ def test_two_predictions_do_not_write_one_file(tmp_path):
 
 
 def test_a_lock_file_is_closed_first_where_open_ones_are_not_deleted(tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.output.resumable_output.HAS_LOCKS", False)
+    monkeypatch.setattr("vit.output.resumable_output.POSIX", False)
     unlink = Path.unlink
     with FileLock([tmp_path / "a.csv"]) as lock:
         lock.acquire()

@@ -1,5 +1,6 @@
 """`vit COMMAND ...`: runs a command, and prints errors that users can fix as one line."""
 
+import errno
 import gc
 import importlib
 import os
@@ -40,6 +41,8 @@ DISTRIBUTED = ("train", "tune", "pretrain", "predict")
 """Commands that several processes run together."""
 
 EXIT_INTERRUPTED = 130
+CLOSED_PIPE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
+"""Numbers of an OSError where the output has lost its reader."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,12 +65,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(words[0], words[1:])
 
 
+def refuse_other_distribution(folder: Path) -> None:
+    """End the process where the distribution `vit`, another project, is in `folder` too."""
+    for other in folder.glob("vit-*.dist-info"):
+        print(
+            f"vit: {other.stem} is another project, whose files replace some of this one in "
+            f"{folder}: pip uninstall -y vit vit-toolkit, then pip install vit-toolkit",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_USAGE)
+
+
 def console(*first: str) -> None:
     """Entry point of a process: run `vit FIRST...` with the arguments of its command line."""
     # in another locale names of files and classes would differ from those that runs have stored
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
+    if os.name == "nt":  # a pipe or a file would get the code page of the system
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    refuse_other_distribution(Path(__file__).parents[2])
     words = [*first, *sys.argv[1:]]
     limit_active_waiting()
     if words[:1] != ["serve"]:  # whose memory has to stay small for weeks
@@ -92,12 +109,13 @@ def _end_output(name: str, error: OSError) -> int:
     if error.errno in REFUSED_PATH and error.filename is not None:
         print(f"{name}: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
         return VitError.exit_code
-    if not isinstance(error, BrokenPipeError):
+    closed = error.errno in CLOSED_PIPE
+    if not closed:
         if error.errno not in DISK_FULL:
             raise error
         print(f"{name}: the output could not be written: {error.strerror}", file=sys.stderr)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0 if isinstance(error, BrokenPipeError) else VitError.exit_code
+    return 0 if closed else VitError.exit_code
 
 
 def run_command(name: str, words: list[str]) -> int:

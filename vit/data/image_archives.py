@@ -271,11 +271,9 @@ def split_address(path: str) -> tuple[str, str] | None:
 
 def content_digest(path: str) -> bytes:
     """16-byte hash of the content of `path`, an image; BadImage or OSError if it has vanished."""
-    digest = hashlib.blake2b(digest_size=16)
     with open_binary(path) as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.digest()
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))  # type: ignore[arg-type]
+        return digest.digest()
 
 
 def relative(path: str, root: Path) -> str:

@@ -29,7 +29,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
@@ -254,7 +254,7 @@ def read_origin(path: PathLike | EncodedImage, axes: str = "") -> Origin:
             camera = " ".join(str(one).replace("\0", " ") for one in parts if one)
             camera = " ".join(camera.split())
             time = str(details[ExifTags.Base.DateTimeOriginal])
-            taken = datetime.strptime(time, "%Y:%m:%d %H:%M:%S").replace(tzinfo=timezone.utc)
+            taken = datetime.strptime(time, "%Y:%m:%d %H:%M:%S").replace(tzinfo=UTC)
             fraction = int(details.get(ExifTags.Base.SubsecTimeOriginal, 0))
             seconds = taken.timestamp() + float(f"0.{fraction}")
         short, long = sorted(image.size)

@@ -127,11 +127,8 @@ def read_model(core: Any, source: Source) -> Any:
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
-    total = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(2**20):
-            total.update(chunk)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_weights(model: Any, path: str) -> None:

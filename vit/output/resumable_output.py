@@ -28,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vit.atomic_files import HAS_LOCKS, explain_write_errors, lock_file, open_atomic, write_text
+from vit.atomic_files import POSIX, explain_write_errors, lock_file, open_atomic, write_text
 from vit.errors import ConfigError, RunError, VitError, WeightsError
 from vit.output.output_file import check_output, resolve_link
 from vit.text import plural
@@ -317,7 +317,7 @@ class FileLock:
         for path, handle in self._handles.items():
             with handle, suppress(OSError):
                 last = _locked(handle) and _is_current(handle, path)
-                if not HAS_LOCKS:
+                if not POSIX:
                     handle.close()  # Windows deletes no open file
                 if last:
                     path.unlink()

@@ -84,7 +84,7 @@ class BodyReader:
                 message: Message = await asyncio.wait_for(
                     self.receive(), max(deadline - loop.time(), 0.001)
                 )
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 raise RequestError(
                     408,
                     f"the request was not complete after {self.config.body_timeout:g} seconds",
@@ -107,7 +107,7 @@ class BodyReader:
         while not self.complete and left > 0 and loop.time() < deadline:
             try:
                 message = await asyncio.wait_for(self.receive(), deadline - loop.time())
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 return
             self.complete = not message.get("more_body", False)
             left -= len(message.get("body", b""))

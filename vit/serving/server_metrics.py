@@ -11,7 +11,7 @@ and counts in the bins of the reference (vit/calibration_reference.py). {"time",
 import asyncio
 import os
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from prometheus_client import (
@@ -159,7 +159,7 @@ class WatchFile:
         if self.reference is None or not self.rows:
             return
         line = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "calibration": self.reference.calibration,
             "images": len(self.rows),
             **self.reference.count(self.rows),

@@ -337,7 +337,7 @@ def check_fit(data: DataConfig, stored: Mapping[str, StoredValues]) -> None:
         try:
             spec.check_file(one.channels, one.dtype)
             spec.order_of(one.names)
-        except UnusableFile as error:  # noqa: PERF203
+        except UnusableFile as error:
             raise DataError(f"{path}: {error}, which comes from the weights: {remedy}") from None
 
 
@@ -480,7 +480,7 @@ def _check_chunk(samples: Sequence[Sample], axes: str) -> HeaderScan:
         try:
             if (stored := check_header(sample.path, axes)) is not None:
                 found.stored[sample.path] = stored
-        except BadImage as bad:  # noqa: PERF203
+        except BadImage as bad:
             # without the traceback, which holds memory
             found.bad.append(BadImage(bad.path, bad.reason))
     return found

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from vit.atomic_files import atomic_folder, write_text
 from vit.config import ModelConfig
-from vit.config.stored_config import run_folder_of
+from vit.config.setting_layers import read_stored_settings
+from vit.config.stored_config import has_stored_config, run_folder_of
 from vit.data.image_io import read_image
 from vit.data.sources import builtin_datasets
 from vit.errors import ConfigError, RunError, WeightsError, error_text
@@ -76,6 +77,8 @@ STEM_USAGE = """This network has a convolutional stem, which {library} knows onc
 `pip install` vit and begin with `import {module}`."""
 TASKS = {True: "image-classification", False: "image-feature-extraction"}
 
+HUB_METRICS = {"val_top1": "accuracy", "val_map": "mean_average_precision", "val_kappa": "kappa"}
+"""Score of an epoch -> its name in a model-index."""
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
 
@@ -376,6 +379,7 @@ def model_card(
     }
     if pretrained.license:
         front |= license_metadata(pretrained.license)
+    front |= hub_metadata(source, name, best if with_scores else None)
     parts = [
         f"# {printable(Path(source).name)}",
         f"A Vision Transformer: {config.depth} blocks of {config.num_heads} heads, width "
@@ -395,6 +399,27 @@ def model_card(
         parts.append(f"## Classes\n\n{', '.join(names[:MAX_LISTED_CLASSES])}{more}")
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     return f"---\n{head}---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def hub_metadata(source: str | os.PathLike[str], name: str, best: Event | None) -> dict[str, Any]:
+    """Base model, dataset and scores of a run, as fields of the hub's front matter."""
+    run, found = run_folder_of(source), dict[str, Any]()
+    stored = read_stored_settings(run / "config.yaml") if has_stored_config(run) else {}
+    weights, data = str(stored.get("weights") or source), str(stored.get("data") or "")
+    if base := re.match(r"(?:hf/|(?=timm/))([^/@]+/[^/@]+)", weights):
+        found["base_model"] = base[1]
+    if data.startswith("hf:") and not os.path.exists(data[3:]):
+        found["datasets"] = [data[3:].split(":")[0]]
+    scores = [
+        {"type": HUB_METRICS[key], "name": key, "value": value}
+        for key, value in (best or {}).items()
+        if key in HUB_METRICS and value is not None
+    ]
+    if data and scores:
+        kind, *_ = found.get("datasets", ["imagefolder"])
+        of = {"task": {"type": TASKS[True]}, "dataset": {"name": Path(data).name, "type": kind}}
+        found["model-index"] = [{"name": name, "results": [{**of, "metrics": scores}]}]
+    return found
 
 
 def license_metadata(license_: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ def find_sources(
         origin = origins[record.path]
         if not origin.camera or origin.seconds is None:
             return ""
-        taken = datetime.fromtimestamp(origin.seconds, timezone.utc)
+        taken = datetime.fromtimestamp(origin.seconds, UTC)
         return f"{origin.camera} {taken:%Y-%m-%d}"
 
     def folder(record: ImageRecord) -> str:

@@ -50,7 +50,6 @@ CHUNK = 1000
 """Images that are computed, over all processes, before they are written to the cache."""
 HASHED = 4096
 """Files that a process hashes between two checks for a signal."""
-READ_BYTES = 2**20
 BATCH_SIZE, CPU_BATCH_SIZE = 64, 16
 IRRELEVANT_SETTINGS = ("num_classes", "dropout", "attention_dropout", "drop_path")
 """Settings of a network that its features do not depend on."""
@@ -202,16 +201,13 @@ def content_keys(
 
 def content_key(path: str) -> Key | BadImage:
     """SHA-256 of the file `path`, or the reason why it cannot be read."""
-    total = hashlib.sha256()
     try:
         with open_binary(path) as file:
-            while data := file.read(READ_BYTES):
-                total.update(data)
+            return hashlib.file_digest(file, "sha256").digest()  # type: ignore[arg-type]
     except BadImage as bad:
         return BadImage(bad.path, bad.reason)
     except OSError as error:
         return BadImage(path, error_text(error))
-    return total.digest()
 
 
 def read_ahead(

@@ -10,7 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def describe_environment() -> dict[str, Any]:
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     gpus = range(torch.cuda.device_count() if begun else 0)
     return {
-        "began": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(),
         "directory": printable(Path.cwd()),
         "versions": {
