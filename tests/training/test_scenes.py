@@ -91,13 +91,17 @@ def test_films_stay_together_in_folds(films, tiny_config, tmp_path):
 
 
 @pytest.mark.auto_precision
-def test_the_groups_that_a_check_wrote_can_be_edited_and_given_back(films, tiny_config, tmp_path):
-    """The check finds what a training finds, with its thumbnails; the training takes the edit."""
+def test_the_groups_that_a_check_wrote_can_be_edited_and_given_back(
+    films, tiny_config, tmp_path, capsys
+):
+    """Check and plan find what a training finds, with its thumbnails; the training takes the edit."""
     table, page, answer = (tmp_path / name for name in ("groups.csv", "page.html", "found.json"))
     words = ["--write-groups", str(table), "--html", str(page), "--json", str(answer)]
     assert main(["check", str(films), *words, "--no-cache"]) == 0
     scenes = json.loads(answer.read_text())["scenes"]
     assert sorted(map(len, scenes)) == [4] * 10
+    assert main(["plan", str(films), "--epochs", "2"]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("40 images of 10 scenes")
     text = page.read_text()
     assert "40 images of 10 scenes" in text
     assert text.count("<img") >= 40

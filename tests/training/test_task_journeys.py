@@ -65,7 +65,7 @@ def write_list(folder: Path) -> Path:
     rows: list[Any] = [HEADER]
     for number in range(120):
         light = random.uniform(20, 230)
-        pixels = random.normal(light, 40, (26, 30, 3)).clip(0, 255)
+        pixels = random.normal(light, 9, (26, 30, 3)).clip(0, 255)
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number:03d}.png")
         split, tone = "train" if number % 2 else "val", "dim" if light < 125 else "bright"
         dark, grade = f"{np.exp((255 - light) / 60):.4f}", GRADES[int((light - 20) // 52.6)]

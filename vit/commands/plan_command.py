@@ -35,12 +35,16 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--save": args.save}, [args.data], overwrite=args.overwrite)
     with quick_imports():
         from vit.training.plan import check_plannable, is_planned, plan_lines, plan_training
+        from vit.training.settings_from_data import group_lines
         from vit.training.teacher import teacher_lines
 
     check_plannable(chosen)
     pretrained = not is_planned(chosen)
     config, plan = plan_training(chosen)
-    print("\n".join([*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]))
+    lines = [*plan_lines(plan, config), *teacher_lines(config, plan.facts.images)]
+    if plan.listing is not None:
+        lines += group_lines(config, plan.listing)
+    print("\n".join(lines))
     if args.save is not None:
         # what pretrained weights decide is known when they are read
         only = {*plan.values} if pretrained else None

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 COMPONENTS = 64
 """Eigenvalues of a covariance that are kept."""
+LEAST_VARIANCE = 1e-3
+"""Smallest mean of the other eigenvalues, of standardised vectors."""
 LEAST = 1e-6
 """Smallest variance, as a share of the mean, and smallest squared distance."""
 KIND_WEIGHT = 1.5
@@ -115,7 +117,7 @@ class MahalanobisDistance(nn.Module):
         for layer in range(layers):
             x = (vectors[:, layer] - centre[layer]) / spread[layer]
             values, axes = torch.linalg.eigh(x.T @ x / images)
-            rest = values[: dim - kept].mean().clamp(min=LEAST)
+            rest = values[: dim - kept].mean().clamp(min=LEAST_VARIANCE)
             top = values[dim - kept :].clamp(min=float(rest))
             found.components[layer] = axes[:, dim - kept :] * (1 / rest - 1 / top).sqrt()
             found.precision[layer] = 1 / rest

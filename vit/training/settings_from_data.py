@@ -1,6 +1,7 @@
 """Opens the dataset, leaves out unreadable images, and completes the settings that it decides."""
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from vit.data.intensity_range import measure_channels, measure_intensity_range
 from vit.data.preprocessing import spec_from_config
 from vit.data.sampler import fitting_batch_size
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.dataset_warnings import undecodable_error
+from vit.data.sources.dataset_warnings import MAX_COMPARED, undecodable_error
 from vit.data.sources.open_dataset import Listing, locate_in_lists, open_splits, read_source
 from vit.data.sources.scene_groups import FoundGroups, GroupFinder, given_groups, recorded_groups
 from vit.data.sources.train_val_split import Fold
@@ -37,6 +38,7 @@ from vit.process_resources import usable_cores
 from vit.tasks.task import Task, get_task
 from vit.text import Notify, join_names, plural, printable
 from vit.training.distributed.collectives import on_main
+from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.finetune_settings import (
     complete_for_added_classes,
     run_of,
@@ -167,6 +169,15 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
         return found if given is None else named._replace(backgrounds=found.backgrounds)
 
     return find
+
+
+def group_lines(config: Config, listing: Listing) -> list[str]:
+    """Lines about the scenes and sources that a training of listed images finds, if it looks."""
+    records = [*itertools.chain.from_iterable(listing.index.splits.values())]
+    if not listing.spec.finds_groups or len(records) > MAX_COMPARED:
+        return []
+    found = group_finder(config, make_accelerator(config.run), None)(records, listing.index.root)
+    return [*found.notes, *filter(None, [str(found)])]
 
 
 def task_of(config: Config) -> Task:
