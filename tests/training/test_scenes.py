@@ -94,7 +94,7 @@ def test_films_stay_together_in_folds(films, tiny_config, tmp_path):
 def test_the_groups_that_a_check_wrote_can_be_edited_and_given_back(
     films, tiny_config, tmp_path, capsys
 ):
-    """Check and plan find what a training finds, with its thumbnails; the training takes the edit."""
+    """Check and plan find what a training finds; the training takes the edited list."""
     table, page, answer = (tmp_path / name for name in ("groups.csv", "page.html", "found.json"))
     words = ["--write-groups", str(table), "--html", str(page), "--json", str(answer)]
     assert main(["check", str(films), *words, "--no-cache"]) == 0

@@ -15,6 +15,7 @@ from vit.commands.command_parser import (
     data_files,
     dataset_spec,
     options_of,
+    settings_from_args,
 )
 from vit.config.settings import Section, setting
 from vit.data.workbook import check_size, is_workbook
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     outputs = {"--json": args.json, "--html": html}
     outputs |= {"--write-list": write_list, "--write-groups": groups}
     inputs = (*data_files(args), options.weights, options.rows)
+    if groups is not None and settings_from_args(args).get("group") is not None:
+        options.refuse("write_groups", "--group names the groups already; leave one of the two out")
     check_outputs(outputs, inputs, overwrite=options.overwrite)
     if write_list is not None and is_workbook(write_list):
         check_size(0, 3, what="--write-list")

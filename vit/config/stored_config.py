@@ -17,6 +17,7 @@ from vit.atomic_files import write_text
 from vit.config import Config
 from vit.config.setting_layers import flatten, make_config, read_stored_settings, with_effect
 from vit.errors import RunError
+from vit.paths import is_group_list
 from vit.text import Notify, printable
 
 HEADER = "Settings of a finished or running training."
@@ -66,7 +67,7 @@ def stored_settings(path: str | Path, notify: Notify = lambda _note: None) -> di
 def write_paths(folder: Path, config: Config) -> None:
     """Write paths.json of the run in `folder`, and copies of the lists that people edit."""
     record, values = {}, flatten(config)
-    for name in PATHS:
+    for name in (*PATHS, *(["group"] if is_group_list(config.data.group) else [])):
         if (given := values[name]) is not None:
             path = from_run = os.path.abspath(given)
             with contextlib.suppress(ValueError):  # another drive of Windows

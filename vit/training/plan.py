@@ -89,7 +89,7 @@ from vit.training.settings_from_data import (
     takes_channels,
 )
 from vit.training.trial_training import (
-    HEADROOM,
+    PLAN_HEADROOM,
     Measure,
     limit_gpu_memory,
     measure_speed,
@@ -290,7 +290,7 @@ def facts_of(
     config: Config, splits: Splits, accelerator: Accelerator, chosen: Mapping[str, Any]
 ) -> Facts:
     """What the plan follows from, the same on all processes."""
-    with limit_gpu_memory(accelerator, headroom=HEADROOM):
+    with limit_gpu_memory(accelerator, headroom=PLAN_HEADROOM):
         facts = data_facts(config, splits, accelerator)
         return with_speeds(facts, chosen, cache(partial(measure_speed, config, accelerator)))
 

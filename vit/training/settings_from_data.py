@@ -145,9 +145,11 @@ def prepare_data(
 
 def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None) -> GroupFinder:
     """Returns what finds the groups of images: the main process, or the record of a resumed run."""
+    file = config.data.group if is_group_list(config.data.group) else None
     if resumed is not None:
-        return recorded_groups(resumed)
-    given = given_groups(str(config.data.group)) if is_group_list(config.data.group) else None
+        recorded = recorded_groups(resumed)
+        return recorded if file is None else lambda *data: recorded(*data).named(file)
+    given = None if file is None else given_groups(file)
     if (
         given is None
         and config.finetune.weights is not None
@@ -162,8 +164,10 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
 
     def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups:
         named = FoundGroups() if given is None else given(records, root)
-        # too large to read twice; no score
-        if named.sources or config.data.tiles or config.training.pretrains:
+        # too large to read twice, or no score
+        if config.data.tiles or config.training.pretrains or len(records) > MAX_COMPARED:
+            return named
+        if named.sources:
             return named
         found = on_main(accelerator, lambda: find_groups(records, root, seconds=seconds))
         return found if given is None else named._replace(backgrounds=found.backgrounds)
@@ -174,7 +178,7 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
 def group_lines(config: Config, listing: Listing) -> list[str]:
     """Lines about the scenes and sources that a training of listed images finds, if it looks."""
     records = [*itertools.chain.from_iterable(listing.index.splits.values())]
-    if not listing.spec.finds_groups or len(records) > MAX_COMPARED:
+    if not listing.spec.finds_groups:
         return []
     found = group_finder(config, make_accelerator(config.run), None)(records, listing.index.root)
     return [*found.notes, *filter(None, [str(found)])]

@@ -133,7 +133,7 @@ PROBE_STEPS, PROBE_SECONDS = 5, 0.6
 # Steps before those, which choose kernels and allocate memory.
 WARM_STEPS = {"cuda": 3}
 # Share of a GPU's free memory that a timed step may not use: training keeps more in it.
-HEADROOM = 0.3
+PLAN_HEADROOM = 0.3
 
 
 Measure = Callable[..., TimedNetwork]

@@ -1,6 +1,7 @@
 """Scenes in a split: they stay in one part, unless a class is little else."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_a_file_of_groups_is_read_as_it_was_edited(make_tree, tmp_path):
     assert found.new is None
     notes = found.divisible(records).notes
     assert notes[0] == f"1 image of {file} is not in the data"
-    assert f"2 images in 1 scene (as in {file})" in notes[1]
+    assert f"2 images in 1 group (as in {file})" in notes[1]
     splits = open_splits(
         DatasetSpec(str(data), finds_groups=True),
         val_share=0.4,
@@ -149,11 +150,29 @@ def test_a_file_of_groups_is_read_as_it_was_edited(make_tree, tmp_path):
     assert len({"cat/0.png", "cat/1.png"} & held_out) in (0, 2)
 
 
+def test_groups_of_many_classes_that_are_most_of_one_stay_together(make_tree, tmp_path):
+    data = make_tree({f"data/{name}": 12 for name in ("cat", "dog", "emu")}) / "data"
+    paths = sorted(str(path.relative_to(data)) for path in data.rglob("*.png"))
+    file = tmp_path / "groups.csv"
+    rows = [f"{path},{'A' if int(Path(path).stem) < 7 else Path(path).stem}" for path in paths]
+    file.write_text("\n".join(["image,group", *rows, ""]))
+    spec = DatasetSpec(str(data), finds_groups=True)
+    for seed in range(4):
+        finder = given_groups(str(file))
+        splits = open_splits(spec, val_share=0.2, seed=seed, find_groups=finder)
+        numbers = Counter(int(Path(one.path).stem) for one in splits.val)
+        assert len(splits.val) in (6, 9)
+        assert all(count == 3 and number >= 7 for number, count in numbers.items())
+    file.write_text("image,group\n" + "".join(f"{path},\n" for path in paths))
+    assert open_splits(spec, val_share=0.2, seed=0, find_groups=given_groups(str(file))).val
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("picture,group\na,b\n", "no column image; columns: image, group, source"),
-        ("image,group\nx/1.png,b\n", "none of its 1 image with a group or source, such as x/1.png"),
+        ("image,group\nx/1.png,b\n", "none of its 1 image, such as x/1.png"),
+        ("image,group\na.png,b\na.png,c\n", "a.png is in two lines"),
         ('image,group\n"a,b\n', "unexpected end of data"),
         (None, "No such file"),
     ],

@@ -39,7 +39,6 @@ from vit.data.sources.dataset_warnings import class_problems, undecodable_error
 from vit.data.sources.image_sources import find_sources, shared_notes
 from vit.data.sources.scene_groups import FoundGroups, groups_table
 from vit.data.sources.train_val_split import find_groups, group_notes, name_copies
-from vit.errors import ConfigError
 from vit.text import Notify, join_names, plural, printable
 
 CACHE_BATCH = 512
@@ -93,15 +92,8 @@ class CheckReport:
         return {kind: found[kind] for kind in KINDS if kind in found}
 
     def groups_table(self) -> bytes:
-        """All images with scene and source, as a CSV file that can be edited; see `given_groups`.
-
-        Raises:
-            ConfigError: A column or an expression names the groups.
-        """
-        if self.groups is None:
-            raise ConfigError(
-                "groups are named by --group: there is nothing to write; leave it out"
-            )
+        """All images with scene and source, as a CSV file to be edited; see `given_groups`."""
+        assert self.groups is not None, "no column or expression names the groups"
         root = self.listing.root
         scenes = name_copies(self.groups.scenes, root)
         tables = scenes, self.groups.sources

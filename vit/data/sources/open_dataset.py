@@ -331,7 +331,7 @@ def open_splits(
     if compare:
         by_path = {record.path: record for record in records}
         identical = equal_files(by_path) if len(by_path) <= MAX_COMPARED else None
-        if identical is not None and find_groups is not None and spec.finds_groups:
+        if find_groups is not None and spec.finds_groups:
             found = find_groups([*by_path.values()], index.root).divisible(records)
     copies = name_copies([*(identical or ()), *found.scenes], index.root)
     exclusive = bool(classes) and not (index.multilabel or index.target_classes or index.unlabelled)
@@ -345,8 +345,11 @@ def open_splits(
         fold=fold,
         copies=copies,
         sources=sources,
+        grouped=found.given,
     )
     notes += [*more, *found.notes]
+    if found.given and found.sources and not exclusive:
+        notes.append("sources are for images with one class each: they are not used")
     if others:
         where = index.locations[own or TEST]
         others, more = _relabel(others, classes, index, where, owner="train")

@@ -35,6 +35,8 @@ class FoundGroups(NamedTuple):
     """As of `new_images`, of a run that has recorded it."""
     how: str = "nearly the same image, or one camera within 10 seconds"
     notes: Sequence[str] = ()
+    given: bool = False
+    """Whether a user named the scenes, which are any groups then, and stay together."""
 
     def __str__(self) -> str:
         """A line with the numbers of scenes and sources; empty without any."""
@@ -46,6 +48,10 @@ class FoundGroups(NamedTuple):
             kind = next(iter(self.sources.values())).partition(": ")[0]
             parts.append(f"{plural(len({*self.sources.values()}), 'source')} (by {kind})")
         return "; ".join(parts)
+
+    def named(self, path: str) -> "FoundGroups":
+        """The same, as a user named them in the file at `path`."""
+        return self._replace(given=True, how=f"as in {path}")
 
     def to_dict(self) -> dict[str, Any]:
         """For the JSON of `vit check`: paths of each scene, images of each source."""
@@ -60,11 +66,12 @@ class FoundGroups(NamedTuple):
             own = Counter(label for path in scene for label in labels[path])
             return all(number <= MAX_SHARE * total[label] for label, number in own.items())
 
-        kept, notes = [*filter(is_small, self.scenes)], [*self.notes]
+        kept = [scene for scene in self.scenes if self.given or is_small(scene)]
+        notes, what = [*self.notes], "group" if self.given else "scene"
         if kept:
             images = plural(sum(map(len, kept)), "image")
             notes.append(
-                f"{images} in {plural(len(kept), 'scene')} ({self.how}): each scene stays in one "
+                f"{images} in {plural(len(kept), what)} ({self.how}): each {what} stays in one "
                 "split and counts as one image; --group none takes images one by one"
             )
         if left := len(self.scenes) - len(kept):
@@ -128,54 +135,54 @@ def read_groups(run: Path) -> ImageGroups:
     """The groups that a run folder has recorded; empty without, or without a column."""
     path = run / GROUPS_FILE
     try:
-        return read_groups_table(path) if path.is_file() else ImageGroups()
+        return read_groups_table(path)[0] if path.is_file() else ImageGroups()
     except DataError as error:
         raise RunError(f"{path} is damaged ({error}); restore it") from None
 
 
-def read_groups_table(path: Path) -> ImageGroups:
-    """The groups of a CSV file with a column image, and any others of COLUMNS."""
+def read_groups_table(path: Path) -> tuple[ImageGroups, set[str]]:
+    """The groups of a CSV file with a column image, and any others of COLUMNS; and its images."""
+    rows: dict[str, dict[str, str]] = {}
     try:
         with path.open(encoding="utf-8-sig", newline="", errors="surrogateescape") as file:
-            rows = {row["image"]: row for row in csv.DictReader(file, strict=True)}
+            for row in csv.DictReader(file, strict=True):
+                if rows.setdefault(row["image"], row) is not row:
+                    raise DataError(f"{row['image']} is in two lines; leave one out")
     except OSError as error:
         raise DataError(error.strerror or str(error)) from None
     except KeyError:
         raise DataError(f"it has no column image; columns: {', '.join(COLUMNS[:3])}") from None
     except csv.Error as error:
         raise DataError(str(error)) from None
-    return ImageGroups(
-        *(
-            {image: row[name] for image, row in rows.items() if row.get(name)}
-            for name in COLUMNS[1:]
-        )
+    scenes, sources, new = (
+        {image: row[name] for image, row in rows.items() if row.get(name)} for name in COLUMNS[1:]
     )
+    return ImageGroups(scenes, sources, new), {*rows}
 
 
 def given_groups(path: str) -> GroupFinder:
     """Finds the groups of a CSV file; which sources are new, the split decides."""
     try:
-        found = read_groups_table(Path(path))
+        found, listed = read_groups_table(Path(path))
     except DataError as error:
         raise DataError(f"group={path}: {error}") from None
     sources = found.sources.items()
     named = {image: one if ": " in one else f"source: {one}" for image, one in sources}
     groups = ImageGroups(found.scenes, named)
-    listed = {*groups.scenes, *groups.sources}
 
     def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups:
         names = {relative(record.path, root) for record in records}
         if not listed & names:
             first = f", such as {min(listed)}" if listed else ""
             raise DataError(
-                f"group={path}: none of its {plural(len(listed), 'image')} with a group or source"
-                f"{first} is in the data; names are relative to {root}, such as {min(names)}"
+                f"group={path}: none of its {plural(len(listed), 'image')}{first} is in the data; "
+                f"names are relative to {root}, such as {min(names)}"
             )
         unknown = len(listed - names)
         verb = "is" if unknown == 1 else "are"
         notes = [f"{plural(unknown, 'image')} of {path} {verb} not in the data"] if unknown else []
         found = match_groups(groups, records, root)
-        return found._replace(new=None, how=f"as in {path}", notes=notes)
+        return found._replace(new=None, notes=notes).named(path)
 
     return find
 

@@ -67,10 +67,12 @@ def split_train_val(
     fold: Fold | None,
     copies: Copies = MappingProxyType({}),
     sources: Mapping[str, str] = MappingProxyType({}),
+    grouped: bool = False,
 ) -> TrainValSplit:
     """Split by the validation split of the data, a fold, or the share `val_share`, in (0, 1).
 
-    `sources`, by path, are those of which some are held out whole.
+    `sources`, by path, are those of which some are held out whole; where `copies` are `grouped`,
+    a set of them may be of many classes.
     """
     train = index.train
     own = validation_split(index.splits)
@@ -93,7 +95,9 @@ def split_train_val(
         check_group_leakage(train_groups, val_groups, spec.group, index.locations[other])
         notes = group_notes(groups, spec.group, column=index.has_groups)
     if own is None:
-        return _split_share(train, index, spec, copies, sources, val_share=val_share, seed=seed)
+        return _split_share(
+            train, index, spec, copies, sources, val_share=val_share, seed=seed, grouped=grouped
+        )
     return train, val, notes
 
 
@@ -318,13 +322,14 @@ def _split_share(
     *,
     val_share: float,
     seed: int,
+    grouped: bool,
 ) -> TrainValSplit:
-    if spec.group is None and not index.multilabel and not index.target_classes:
+    whole = hold_out_sources(records, sources, share=val_share / 2, seed=seed)
+    others = [record for record in records if record.path not in whole]
+    share = max(val_share - len(whole) / len(records), val_share / 2)
+    if not (spec.group is not None or index.multilabel or index.target_classes or grouped):
         classes = _labels(records)
         strata = "each class" if classes else "all"
-        whole = hold_out_sources(records, sources, share=val_share / 2, seed=seed)
-        others = [record for record in records if record.path not in whole]
-        share = max(val_share - len(whole) / len(records), val_share / 2)
         images: ImagesByClass = {}
         pairs = zip(others, _strata(others, share), strict=True)
         for record, (stratum, *_) in sorted(pairs, key=lambda pair: pair[1]):
@@ -353,7 +358,14 @@ def _split_share(
                 f"held out none of class {join_names(single)}, which has only one image, or copies"
             )
         return train, val, notes
-    return _split_units(records, index, spec, copies, {}, val_share=val_share, seed=seed, fold=None)
+    train, val, notes = _split_units(
+        others, index, spec, copies, {}, val_share=share, seed=seed, fold=None
+    )
+    if whole:
+        sets = plural(len({sources[path] for path in whole}), "source")
+        notes.append(f"all {len(whole):,} images of {sets} are held out to measure new sources by")
+        val = _partition(records, [record.path in whole for record in records])[1] + val
+    return train, val, notes
 
 
 def _split_units(
