@@ -163,8 +163,8 @@ def test_raw_scores_are_kept_where_no_temperature_is_better():
 
 @pytest.mark.parametrize(
     "logits",
-    [torch.randn(60, 1), torch.full((60, 3), float("inf"))],
-    ids=["one class", "overflow"],
+    [torch.randn(0, 3), torch.randn(60, 1), torch.full((60, 3), float("inf"))],
+    ids=["no images", "one class", "overflow"],
 )
 def test_nothing_is_fitted_where_nothing_can_be_learned(logits):
     assert fit_temperature(logits, torch.zeros(len(logits), dtype=torch.long)) is None

@@ -85,12 +85,13 @@ def fit_temperature(
             one fold; None of independent images.
 
     Returns:
-        None of one class, or if a logit is not finite. The temperature is 1 of fewer than 50 images
-        and where the likelihood of held-out images does not improve, and so is the exponent.
+        None without images, of one class, or if a logit is not finite. The temperature is 1 of
+        fewer than 50 images and where the likelihood of held-out images does not improve, and so is
+        the exponent.
     """
     images = len(logits)
     one_class = targets.ndim == 1 and logits.shape[1] < 2
-    if one_class or not bool(logits.isfinite().all()):
+    if not images or one_class or not bool(logits.isfinite().all()):
         return None
     before = mean_loss(logits, targets)
     unscaled = FittedTemperature(Scaling(), logits.double(), before, before)
