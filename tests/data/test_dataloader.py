@@ -269,7 +269,8 @@ def test_orders_are_the_same_on_every_machine_and_version():
 
 
 LEAVING = """
-import os, sys
+import os, sys, time
+from vit.data import dataloader
 from vit.data.dataloader import MicroBatchLoader
 from vit.data.dataloader import EvaluationLoader
 from vit.data.preprocessing import Preprocessing
@@ -277,6 +278,10 @@ from vit.data.dataset_types import Sample
 
 import vit.data.transforms
 assert "torchvision" not in sys.modules  # whose import takes seconds
+
+if sys.argv[1] == "fork":  # whose end sends SIGTERM to loader processes that are still starting
+    start_worker = dataloader.start_worker
+    dataloader.start_worker = lambda *given: (time.sleep(given[-1]), start_worker(*given))
 
 samples = [Sample(path, 0) for path in sys.argv[2:]]
 loaders = [

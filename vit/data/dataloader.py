@@ -41,6 +41,7 @@ MAX_WORKERS = 8
 PREFETCH_FACTOR = 2
 """Batches that each loader process prepares in advance."""
 THREAD_EXIT_SECONDS = 0.05
+IGNORED_BY_WORKERS = signal.SIGINT, signal.SIGTERM
 
 
 @contextmanager
@@ -50,6 +51,22 @@ def ignore_worker_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", "This DataLoader will create")
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         yield
+
+
+@contextmanager
+def block_signals() -> Iterator[None]:
+    """Let processes that are forked here start with the signals blocked that they will ignore.
+
+    One that comes before `start_worker` would kill them. This process gets its own afterwards.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_WORKERS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def default_workers(world_size: int) -> int:
@@ -74,10 +91,10 @@ def _identity(batch: Any) -> Any:
 
 def start_worker(limit: int, _worker: int) -> None:
     set_max_pixels(limit)  # a spawned process has the default
-    # The main process handles signals, and may finish a step before it stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A scheduler may signal the whole group: a dead loader would break the step in progress.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The main process handles signals, and may finish a step before it stops. A scheduler may
+    # signal the whole group: a dead loader would break the step in progress.
+    for ignored in IGNORED_BY_WORKERS:
+        signal.signal(ignored, signal.SIG_IGN)
     # Inherited objects are never collected here: no finaliser of the main process runs, and no
     # page of theirs is copied.
     gc.freeze()
@@ -115,7 +132,7 @@ class MicroBatchLoader:
         if self.workers:
             wait_for_exiting_threads()
         self.owner_pid = os.getpid()
-        with ignore_worker_warnings():
+        with ignore_worker_warnings(), block_signals():
             if self.loader is None:
                 self.loader = self._open_loader()
             self.batches = iter(self.loader)
