@@ -87,6 +87,7 @@ def test_every_part_has_its_row_in_the_documentation_and_its_function():
         assert callable(getattr(importlib.import_module(f"benchmarks.{PARTS[part]}"), part))
 
 
+@pytest.mark.slow
 def test_promises_to_groups_are_simulated():
     tables = [*group_coverage.groups(argparse.Namespace(draws=2))]
     assert len(tables) == 5
@@ -105,6 +106,7 @@ def test_an_unknown_part_is_one_line_with_the_choices():
     assert "forwrd is not a part: choose of forward, step" in run.stderr
 
 
+@pytest.mark.slow
 def test_coverage_of_saved_predictions_is_counted_per_class(tmp_path):
     random = np.random.default_rng(0)
     labels = np.arange(1200) % 3

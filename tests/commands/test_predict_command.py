@@ -140,6 +140,7 @@ def test_an_empty_list_is_one_line(refusal, tiny_run, monkeypatch):
     assert refusal("predict", tiny_run, "-")
 
 
+@pytest.mark.slow
 def test_names_are_the_same_in_every_locale(
     tiny_run, tiny_data, tmp_path, monkeypatch, capfdbinary
 ):

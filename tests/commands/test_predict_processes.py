@@ -59,6 +59,7 @@ def test_a_kill_of_two_processes_is_resumed(refusal, tiny_run, inputs, alone, tm
     assert (out.read_bytes(), files_in(folder)) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "reason"),
     [("fail", 2, "the disk is full"), ("term", 143, "stopped by SIGTERM")],

@@ -70,9 +70,10 @@ def test_kept_patches_are_rotated_by_their_own_positions():
     assert torch.equal(context.rope(kept), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("position", "merge_tokens"),
-    [("rotary", 2), pytest.param("learned", 0, marks=pytest.mark.slow)],
+    [("rotary", 2), ("learned", 0)],
 )
 def test_patch_dropout_compiles_as_one_graph_and_uses_torch_s_generator(position, merge_tokens):
     settings = {

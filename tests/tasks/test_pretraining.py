@@ -112,7 +112,7 @@ def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_
 
 
 @pytest.mark.usefixtures("known_speed")
-@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("many", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_number_of_labels_chooses_how_training_goes_on(
     pretrained, colour_classes, tmp_path, monkeypatch, capsys, many
 ):
@@ -286,6 +286,7 @@ def test_the_plan_chooses_the_network(tiny_pretraining_data, tmp_path, method, c
     assert config.pooling == "mean"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_speed")
 def test_a_saved_plan_has_the_momentum_of_the_teacher(tiny_pretraining_data, tmp_path):
     saved = str(tmp_path / "plan.yaml")

@@ -269,6 +269,7 @@ def test_a_batch_counts_levels_and_distances():
     assert scores["val_top1"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
 
 
+@pytest.mark.slow
 def test_the_threshold_keeps_its_promise_and_gives_more_answers_than_classes_alone():
     tree, kept, more = ClassTree(CLASSES), 0, 0
     for seed in range(4):

@@ -114,6 +114,7 @@ def test_two_processes_equal_one(caption_config, tmp_path):
         torch.testing.assert_close(tensors[1][name], tensors[0][name], atol=1e-10, rtol=0)
 
 
+@pytest.mark.slow
 def test_micro_batches_equal_a_whole_batch(caption_config, tmp_path):
     for parts in (1, 3):
         config = caption_config(**QUIET, precision="fp64", accumulate=parts)

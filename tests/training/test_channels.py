@@ -271,7 +271,9 @@ def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
     assert load_run(out).preprocessing.channels == chosen
 
 
-@pytest.mark.parametrize("task", ["mae", "dino", "simclr"])
+@pytest.mark.parametrize(
+    "task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("mae", "dino")), "simclr"]
+)
 def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_of, tmp_path, task):
     size = {"epochs": 1, "pooling": "mean", "class_token": False, "ema": 0.9}
     size |= {"color_jitter": 0.3, "cache": {"dino": "device", "simclr": "ram"}.get(task, "none")}
@@ -370,6 +372,7 @@ def test_names_of_the_user_are_those_of_files_without(deep_data, config_of, tmp_
     assert (spec.order, spec.names) == ((0, 1, 2, 3), NAMES)
 
 
+@pytest.mark.slow
 def test_planes_of_another_axis_are_channels_everywhere(config_of, tmp_path, capsys):
     data, out = folder_of(tmp_path / "data", partial(write_pages, axes="ZYX"), 10), tmp_path / "run"
     with pytest.raises(
@@ -427,6 +430,7 @@ def test_pixels_without_a_value_are_neither_measured_nor_seen(config_of, tmp_pat
     assert seen[0, 12:].std() > 0.5
 
 
+@pytest.mark.slow
 def test_a_run_gives_its_channels_to_the_next_training(deep_data, config_of, tmp_path, capsys):
     names = tuple("abcd")
     data = folder_of(tmp_path / "data", partial(write_pages, names=names), 8)

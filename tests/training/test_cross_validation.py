@@ -70,6 +70,7 @@ def test_each_fold_is_a_run_folder(config, tmp_path):
     assert equal_models(train(config(fold=2), tmp_path / "alone").folder, runs[1])
 
 
+@pytest.mark.slow
 def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkeypatch):
     shutil.copytree(colour_data / "train", tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
@@ -134,6 +135,7 @@ def test_finished_folds_are_not_trained_again(config, tmp_path):
         train_folds(config(), tmp_path, measure=stopping, resume=True)
 
 
+@pytest.mark.slow
 def test_overwriting_leaves_no_fold_of_the_command_before(config, tiny_config, tmp_path):
     train_folds(config(), tmp_path, measure=measured)
     weights = {path.parent.name: path.read_bytes() for path in tmp_path.glob("*/model.safetensors")}

@@ -70,6 +70,7 @@ def test_a_training_reports_top1_of_sources_that_it_has_not_seen(
     train(tiny_config(**settings), run, resume=True)  # has the same split, or is refused
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_backgrounds_stand_for_sources_that_nothing_tells_apart(rooms, tiny_config, tmp_path):
     data = tmp_path / "data"

@@ -98,6 +98,7 @@ def test_epochs_are_ranked_by_mean_average_precision():
     assert sorted(events, key=MultiLabel().rank, reverse=True) == [events[2], events[0], events[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_speed")
 def test_without_a_labelled_validation_image_the_loss_ranks_epochs(
     config, several_list, tmp_path, capsys
@@ -172,6 +173,7 @@ def test_images_and_weights_of_one_class_an_image_may_be_learned_so(
         assert run.thresholds is not None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_that_run_byte_for_byte(config, tmp_path):
     asked = config(ema=0.5, mixup=0.2)
     train(asked, tmp_path / "whole")

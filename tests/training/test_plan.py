@@ -538,6 +538,7 @@ def test_what_no_plan_is_made_for_is_refused_before_the_data_are_opened(words, m
     assert message in line
 
 
+@pytest.mark.slow
 def test_planning_keeps_every_setting_that_was_chosen(photos, monkeypatch):
     monkeypatch.setattr("vit.training.trial_training.PROBE_STEPS", 1)
     chosen = {"data": str(photos), "epochs": 2, "hflip": 0.0, "seed": 3, "norm": "rmsnorm"}

@@ -93,7 +93,14 @@ def test_a_calibration_is_of_native_images(native_run, rectangles, tmp_path):
     assert len(record["classes"][0]["weights"]) * 8 == record["seen"]["size"][0]
 
 
-@pytest.mark.parametrize("more", [{"method": "probe"}, {"method": "full"}, {"resize": "crop"}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"method": "probe"},
+        pytest.param({"method": "full"}, marks=pytest.mark.slow),
+        pytest.param({"resize": "crop"}, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_of_a_native_run_stay_native_unless_another_way_is_chosen(
     native_run, rectangles, tmp_path, more
 ):

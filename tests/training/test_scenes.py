@@ -79,6 +79,7 @@ def test_each_image_is_on_its_own_with_group_none(films, tiny_config, tmp_path):
     assert_equal_runs(run, other)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_films_stay_together_in_folds(films, tiny_config, tmp_path):
     settings = {"data": str(films), **SHORT, "folds": 2}
@@ -90,6 +91,7 @@ def test_films_stay_together_in_folds(films, tiny_config, tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_groups_that_a_check_wrote_can_be_edited_and_given_back(
     films, tiny_config, tmp_path, capsys

@@ -122,6 +122,7 @@ def test_a_run_of_8_bit_images_stores_no_range_and_notes_the_first_dark_image(
     assert len([note for note in notes if "nearly black" in note]) == 1
 
 
+@pytest.mark.slow
 def test_a_share_without_effect_is_named(low_byte, tmp_path, capsys):
     """Of data with their own validation images none are held out."""
     for split in ("train", "val"):

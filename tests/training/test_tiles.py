@@ -115,6 +115,7 @@ def test_the_report_shows_the_maps_of_tiles(tile_run):
     assert data
 
 
+@pytest.mark.slow
 def test_an_exported_file_answers_as_the_run_does(tile_run, tile_data, tmp_path):
     files = sorted(tile_data.rglob("*.tif"))[::9]
     found = shares(vit.Predictor(tile_run, precision="fp32")(files))
@@ -162,7 +163,7 @@ def test_a_network_of_tiles_finds_the_spot(tile_data, config_of, tmp_path):
     assert hits >= 36
 
 
-@pytest.mark.parametrize("method", ["full", "linear"])
+@pytest.mark.parametrize("method", ["full", pytest.param("linear", marks=pytest.mark.slow)])
 def test_pretrained_weights_encode_the_tiles(tile_data, tiny_run, tmp_path, method):
     out, given = tmp_path / "run", {**PLAIN, "weights": str(tiny_run), "method": method}
     vit.train(str(tile_data), out, tiles=(TILE,), tile_count=8, epochs=1, **given)

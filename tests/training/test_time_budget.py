@@ -122,6 +122,7 @@ def test_the_schedule_ends_within_the_time(clock, fit):
     assert fit.budget is None  # a cosine cannot settle its length on the way
 
 
+@pytest.mark.slow
 def test_the_pass_over_test_images_counts_towards_the_time(clock, fit, tiny_config, tmp_path):
     shutil.copytree(tiny_config().data.data, tmp_path / "data")
     (tmp_path / "data/val").rename(tmp_path / "data/test")
@@ -133,6 +134,7 @@ def test_the_pass_over_test_images_counts_towards_the_time(clock, fit, tiny_conf
     assert steps - with_test == pytest.approx(VALIDATION / STEP, abs=1)
 
 
+@pytest.mark.slow
 def test_images_that_grow_cost_less_at_first(clock, fit):
     _, _, fitted = fit(100.0, time="5m", **GROWING)
     assert set(clock.steps) == {8, 32}  # the smallest and the full size were measured
@@ -155,13 +157,16 @@ def test_the_last_whole_epoch_has_images_of_full_size(clock, fit):
     assert sides == [8, 16, 24, 32, 32]
 
 
+@pytest.mark.slow
 def test_an_epoch_remains_a_pass_over_the_images_if_settings_count_in_epochs(clock, fit):
     _, _, fitted = fit(clock.now, time="5m", warmup_epochs=2)
     assert fitted.training.epoch_steps is None
     assert fitted.training.epochs == math.ceil(fitted.training.steps / 3)
 
 
-@pytest.mark.parametrize("pace", [0.8, 1.0, 1.5])
+@pytest.mark.parametrize(
+    "pace", [*(pytest.param(pace, marks=pytest.mark.slow) for pace in (0.8, 1.0)), 1.5]
+)
 def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
     _, _, fitted = fit(clock.now, time="10m", schedule="wsd", **GROWING)
     training = fitted.training
@@ -199,7 +204,8 @@ def test_the_number_of_steps_adapts_when_the_cooldown_begins(clock, fit, pace):
     assert after(later.training.steps - 1) < 0.1 * fitted.training.lr
 
 
-@pytest.mark.parametrize("slower", [pytest.param(0.9, marks=pytest.mark.slow), 3.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("slower", [0.9, 3.0])
 def test_a_machine_that_changes_in_the_last_epoch_still_ends_in_time(
     clock, tiny_config, tmp_path, monkeypatch, capfd, slower
 ):
@@ -251,6 +257,7 @@ def test_a_time_that_is_too_short_is_refused_with_a_longer_one(clock, fit):
     assert fitted.training.steps < 20
 
 
+@pytest.mark.slow
 def test_a_time_that_nobody_asked_for_gets_longer_on_a_slow_machine(clock, fit):
     began = clock.now
     _, said, fitted = fit(began, planned=True, time="29s")  # refused above

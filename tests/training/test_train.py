@@ -141,6 +141,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tiny_config, tmp_path, un
     assert_equal_runs(undisturbed, tmp_path / "parts")
 
 
+@pytest.mark.slow
 def test_a_signal_during_validation_stops_the_run_at_once(tiny_config, tmp_path, monkeypatch):
     whole = tiny_config(batch_size=4)
     train(whole, tmp_path / "whole")
@@ -352,12 +353,25 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path, run, f
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
-        ("sgd", {"patch_sizes": (2, 4), "position": "learned"}),
-        ("lamb", {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1}),
         ("muon", {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1}),
-        ("adan", {"patch_dropout": 0.5, "merge_tokens": 1, "patch_size": 4, "position": "rotary"}),
-        ("lion", {"feedforward": "moe", "num_experts": 4, "capacity_factor": 0.8}),
-        ("nadamw", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("sgd", {"patch_sizes": (2, 4), "position": "learned"}),
+                ("lamb", {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1}),
+                (
+                    "adan",
+                    {
+                        "patch_dropout": 0.5,
+                        "merge_tokens": 1,
+                        "patch_size": 4,
+                        "position": "rotary",
+                    },
+                ),
+                ("lion", {"feedforward": "moe", "num_experts": 4, "capacity_factor": 0.8}),
+                ("nadamw", {}),
+            )
+        ),
     ],
 )
 def test_other_networks_and_optimisers_resume_exactly(tiny_config, tmp_path, optimizer, settings):
@@ -393,6 +407,7 @@ def test_each_step_draws_a_patch_size_and_the_run_serves_all_of_them(
         torch.testing.assert_close(fixed(images), flexible(images))
 
 
+@pytest.mark.slow
 def test_a_newer_damaged_checkpoint_does_not_crowd_out_good_ones(tiny_config, tmp_path):
     folder = tmp_path / "run/checkpoints"
     train(tiny_config(epochs=2), tmp_path / "run")

@@ -1,11 +1,14 @@
 """Training from tar shards gives the bytes that training from a folder gives, resumed or not."""
 
+import pytest
+
 from tests.training.runs import equal_models, signalled_at
 from vit.commands.main import main
 from vit.training.finetune.feature_extraction import content_key
 from vit.training.train import train
 
 
+@pytest.mark.slow
 def test_training_from_shards_equals_training_from_their_folder(tiny_config, colour_data, tmp_path):
     shards = str(tmp_path / "shards")
     assert main(["data", str(colour_data), "--to", "shards", "--out", shards]) == 0

@@ -114,6 +114,7 @@ def test_a_callback_changes_nothing(tiny_config, whole, tmp_path):
     assert equal_models(whole, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_loader_processes_get_the_transform(tiny_config, whole, tmp_path):
     vit.train(tiny_config(smoothing=0, workers=2), tmp_path / "run", **QUICK)
     assert_equal_runs(whole, tmp_path / "run")

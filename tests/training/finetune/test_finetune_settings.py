@@ -265,6 +265,7 @@ def test_impossible_settings_are_refused_before_anything_is_written(
 SEEN = "held out by the training of"
 
 
+@pytest.mark.slow
 def test_validation_images_that_the_weights_may_have_learned_are_counted(
     fine, backbone, colour_data, tmp_path, capfd
 ):
