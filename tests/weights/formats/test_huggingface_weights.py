@@ -1,8 +1,10 @@
 """Models saved by transformers give the same outputs here; unsupported ones raise."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
 from tests.weights.parity import build
 from vit.errors import WeightsError
 from vit.model.layers import ACTIVATIONS as OURS
+from vit.weights.adapt_weights import adapt_weights
 from vit.weights.formats.huggingface_config import ACTIVATIONS, FAMILIES
 from vit.weights.formats.huggingface_weights import read_huggingface
 from vit.weights.formats.pretrained import Pretrained
@@ -50,6 +54,25 @@ def mean_patch(model: Network, images: Tensor) -> Tensor:
     return model(images).last_hidden_state[:, 1:].mean(dim=1)
 
 
+def first_of_summary(model: Network, images: Tensor) -> Tensor:
+    return model(images).summary[:, : model.config.hidden_size]
+
+
+def whole_image(answer: Answer) -> Answer:
+    """Images as rows of pixels of patches, all of them seen."""
+
+    def answered(model: Network, images: Tensor) -> Tensor:
+        config = getattr(model.config, "vision_config", model.config)
+        rows = [convert_image_to_patches(image, config.patch_size) for image in images]
+        side = images.shape[-1] // config.patch_size
+        shapes = torch.full((len(images), 2), side)
+        seen = torch.ones(len(images), side**2)
+        inputs = {"pixel_attention_mask": seen, "spatial_shapes": shapes}
+        return answer(partial(model, **inputs), torch.stack(rows))
+
+    return answered
+
+
 def encoder(part: str, answer: Answer = pooled) -> Answer:
     return lambda model, images: answer(getattr(model, part), images)
 
@@ -68,6 +91,7 @@ MAE = {"mask_ratio": 0.0, "decoder_num_hidden_layers": 1}
 PLACES = {"use_absolute_position_embeddings": True}
 OWN, SHARED = {"use_relative_position_bias": True}, {"use_shared_relative_position_bias": True}
 GATED = {"use_gated_mlp": True, "hidden_act": "silu"}
+ONE_TOKEN = {"num_cls_tokens": 1, "num_registers": 0, "summary_idxs": [0]}
 NO_BIASES = {f"{name}_bias": False for name in ("query", "key", "value", "proj", "mlp")}
 # a class of transformers, or the name before its ForImageClassification; settings of the encoder
 CASES: dict[str, tuple[str, dict[str, object], Answer]] = {
@@ -139,6 +163,37 @@ CASES: dict[str, tuple[str, dict[str, object], Answer]] = {
     "siglip encoder": ("SiglipVisionModel", {}, pooled),
     "siglip without its head": ("SiglipVisionModel", {"vision_use_head": False}, mean_token),
     "siglip classifier": ("Siglip", {}, logits),
+    "siglip 2": ("Siglip2Model", {}, encoder("vision_model", whole_image(pooled))),
+    "siglip 2 encoder": ("Siglip2VisionModel", {"num_channels": 1}, whole_image(pooled)),
+    "siglip 2 without its head": (
+        "Siglip2VisionModel",
+        {"vision_use_head": False},
+        whole_image(mean_token),
+    ),
+    "siglip 2 classifier": ("Siglip2", {}, whole_image(logits)),
+    "metaclip 2": ("MetaClip2Model", {}, encoder("vision_model")),
+    "metaclip 2 encoder": ("MetaClip2VisionModel", {}, pooled),
+    "metaclip 2 projection": ("MetaClip2VisionModelWithProjection", {}, encoder("vision_model")),
+    "metaclip 2 classifier": ("MetaClip2", {}, logits),
+    "tips": ("Tipsv2Model", {}, encoder("vision_model")),
+    "tips encoder": ("Tipsv2VisionModel", {"num_register_tokens": 3}, pooled),
+    "tips gated": ("Tipsv2VisionModel", {"use_swiglu_ffn": True}, pooled),
+    "tips backbone": ("Tipsv2VisionBackbone", {}, last_backbone_token),
+    "aim": ("Aimv2Model", {}, encoder("vision_model", mean_token)),
+    "aim without its head": ("Aimv2VisionModel", {"use_head": False}, mean_token),
+    "aim native": ("Aimv2VisionModel", {"is_native": True, "rms_norm_eps": 0.1}, mean_token),
+    "radio": ("RadioModel", {"max_img_size": 64}, first_of_summary),
+    "radio gated": (
+        "RadioModel",
+        {"use_swiglu_ffn": True, "layerscale_value": 0.5},
+        first_of_summary,
+    ),
+    "radio another summary": (
+        "RadioModel",
+        {"summary_idxs": [2, 1], "video_temporal_patch_size": 2, "image_size": 16},
+        first_of_summary,
+    ),
+    "radio one token": ("RadioModel", {**ONE_TOKEN, "qkv_bias": False}, first_of_summary),
 }
 
 
@@ -146,9 +201,14 @@ def network(case: str) -> Network:
     name, changes, _ = CASES[case]
     kind = getattr(transformers, name, None)
     kind = kind or getattr(transformers, f"{name}ForImageClassification")
-    settings = {**(SIZES if name.startswith("Dinov2") else WIDE), **changes}
+    settings = {**(SIZES if name.startswith(("Dinov2", "Tips", "Radio")) else WIDE), **changes}
+    if name.startswith("Siglip2"):
+        settings["num_patches"] = (settings.pop("image_size") // settings["patch_size"]) ** 2
+    if name.startswith("Radio"):
+        settings.setdefault("max_img_size", 40)
     if "vision_config" in kind.config_class.sub_configs:
-        settings = {"text_config": TEXT, "vision_config": settings}
+        text = TEXT | ({"hidden_size": 48} if name.startswith("Tips") else {})
+        settings = {"text_config": text, "vision_config": settings}
     if "ForImageClassification" in kind.__name__:
         settings["id2label"] = NAMES
     return kind(kind.config_class(**settings))
@@ -156,7 +216,7 @@ def network(case: str) -> Network:
 
 def files(model: Network, randomise, folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """config.json and tensors of a model with random weights, as transformers saves them."""
-    model.load_state_dict(randomise(model.state_dict()))
+    model.load_state_dict(model.state_dict() | randomise(dict(model.named_parameters())))
     model.eval().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config, load_file(folder / "model.safetensors")
@@ -181,7 +241,7 @@ def test_answers_as_transformers_does(name, randomise, tmp_path):
     config, state = files(theirs, randomise, tmp_path)
     found = read_huggingface(config, None, state, "a folder")
     assert_equal(found, theirs, answer)
-    classifies = answer is logits
+    classifies = "ForImageClassification" in type(theirs).__name__
     assert found.config.num_classes == (3 if classifies else 0)
     assert found.classes == (("cat", "dog", "emu") if classifies else None)
     assert found.license is None
@@ -219,10 +279,14 @@ def test_defaults_are_theirs(model_type):
     config = transformers.AutoConfig.for_model(model_type)
     config = getattr(config, "vision_config", config)
     defaults = dict(FAMILIES[model_type].defaults)
-    if model_type.startswith("dinov2"):
+    if model_type.startswith(("dinov2", "tipsv2", "radio")):
         del defaults["intermediate_size"]
-    if model_type == "dinov2":
+    if model_type in ("dinov2", "radio"):
         assert defaults.pop("num_register_tokens") == 0
+    if model_type == "radio":
+        assert defaults.pop("apply_layernorm")
+    if model_type.startswith("siglip2"):
+        del defaults["image_size"]
     if not hasattr(config, "vision_use_head"):  # before transformers 5.23 it had no name
         defaults.pop("vision_use_head", None)
     assert defaults == {name: getattr(config, name) for name in defaults}
@@ -245,6 +309,10 @@ def saved(randomise, tmp_path) -> Callable[[str], tuple[dict, dict[str, Tensor]]
         ("clip classifier", ["a norm that its classifier does not use"]),
         ("siglip", ["the text tower", "the comparison with texts (logit_bias, logit_scale)"]),
         ("siglip classifier", ["a pooling that its classifier does not use"]),
+        ("tips", ["the text tower (text_encoder.", "the comparison with texts (temperature)"]),
+        ("aim", ["the text tower", "the comparison with texts (logit_scale, visual_projection"]),
+        ("aim native", ["attention pooling, which is another than the one here (head.cls_token"]),
+        ("radio another summary", ["numbers of tokens, which", "the patches of videos"]),
     ],
 )
 def test_dropped_tensors_are_noted(name, left_out, saved):
@@ -252,6 +320,42 @@ def test_dropped_tensors_are_noted(name, left_out, saved):
     found = read_huggingface(config, None, state, "a folder")
     for part in left_out:
         assert any(note.startswith(f"left out: {part}") for note in found.notes), found.notes
+
+
+@pytest.mark.parametrize("name", ["siglip 2 encoder", "tips encoder"])
+@torch.no_grad()
+def test_antialiased_positions_are_nearer_to_theirs(name, randomise, tmp_path):
+    """Ours are bicubic and theirs bilinear, so they are not equal."""
+    theirs = network(name)
+    config, tensors = files(theirs, randomise, tmp_path)
+    found = read_huggingface(config, None, tensors, "a folder")
+    small = dataclasses.replace(found.config, image_size=16)
+    images = torch.randn(3, small.channels, 16, 16)
+    expected = CASES[name][2](theirs, images)
+    errors = []
+    for antialias in (found.antialias, not found.antialias):
+        state, _ = adapt_weights(dataclasses.replace(found, antialias=antialias), small)
+        errors.append((build(state, small)(images) - expected).abs().mean())
+    assert errors[0] < 0.5 * errors[1]
+
+
+@torch.no_grad()
+def test_radio_has_positions_of_the_size_of_its_images(randomise, tmp_path):
+    theirs = network("radio")
+    theirs.input_conditioner.norm_std.mul_(2)
+    config, state = files(theirs, randomise, tmp_path)
+    scales = [name for name in state if "layer_scale" in name]
+    assert len(scales) == 4
+    for name in scales:  # which files of its authors lack, if they are 1
+        theirs.get_parameter(name.replace("radio_model.model.blocks", "encoder.layer")).fill_(1)
+        del state[name]
+    processor = {"image_processor_type": "CLIPImageProcessor", "do_normalize": False}
+    processor |= {"size": {"height": 48, "width": 48}, "do_center_crop": False}
+    found = read_huggingface(config, processor, state, "a folder")
+    assert found.config.image_size == 48
+    assert not found.config.layer_scale
+    assert found.preprocessing.std == (1.0, 1.0, 1.0)
+    assert_equal(found, theirs, first_of_summary)
 
 
 def test_nothing_else_is_left_out(saved):
@@ -308,7 +412,7 @@ def test_half_precision_becomes_float32(saved):
     [
         ("vit", {"model_type": "swin"}, "model_type='swin'.*there are vit, vit_mae"),
         ("vit", {"model_type": None}, "model_type=None"),
-        ("vit", {"model_type": "siglip2"}, "model_type='siglip2'"),
+        ("vit", {"model_type": None, "auto_map": {}}, "auto_map, is not run: see vit models"),
         ("vit", {"quantization_config": {}}, "quantised"),
         ("vit", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("vit", {"hidden_size": "48"}, "hidden_size='48'"),
@@ -342,6 +446,17 @@ def test_half_precision_becomes_float32(saved):
         ("clip", {"vision_config": 5}, "vision_config is not that of a clip"),
         ("clip", {"vision_config": {"model_type": "x"}}, "vision_config is not that of a clip"),
         ("siglip", {"vision_config": {}}, "do not fit"),
+        ("siglip 2 encoder", {"num_channels": 3}, "not of squares of 3 channels"),
+        ("siglip 2 encoder", {"num_patches": 25}, "do not fit"),
+        ("aim native", {"hidden_act": "gelu"}, "hidden_act='gelu': an AIMv2 has silu"),
+        ("aim native", {"image_size": 8 * 10**9}, "asks for an impossible network"),
+        ("aim native", {"mlp_bias": True}, "mlp_bias=True: an AIMv2 has False"),
+        ("radio", {"summary_idxs": [3]}, r"summary_idxs=\[3\]: expected some of \[0, 1, 2\]"),
+        ("radio", {"summary_idxs": []}, r"summary_idxs=\[\]"),
+        ("radio", {"max_img_size": 72}, "not of 9 x 9 patches of 8 pixels"),
+        ("radio", {"max_img_size": 24}, "image_size=32: max_img_size is less"),
+        ("radio", {"patch_size": 0}, "not of 64 x 64 patches"),
+        ("radio", {"num_registers": 8}, "do not fit"),
     ],
 )
 def test_unsupported_settings_raise(name, changes, message, saved):
@@ -360,10 +475,15 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", [CLASSIFIER, "registers gated", "dinov3", "siglip"])
+ALL_PARTS = (CLASSIFIER, "registers gated", "dinov3", "siglip", "siglip 2", "tips", "aim", "radio")
+
+
+@pytest.mark.parametrize("name", ALL_PARTS)
 def test_tensors_of_any_other_shape_are_refused(name, saved):
     config, state = saved(name)
-    left_out = re.compile(r"text|logit|.*mask|.*layers?\.1\.")  # and blocks that are as the first
+    # and blocks that are as the first
+    left_out = r"text|visual_|logit|temp|.*mask|.*summary|.*model.head|.*(layers?|blocks)\.1\."
+    left_out = re.compile(left_out)
     for key in [key for key in state if not left_out.match(key)]:
         for odd in ODD:
             with pytest.raises(WeightsError):

@@ -3,7 +3,8 @@
 Every value that changes the computation is read, or raises WeightsError. Missing values have the
 default of their family, as in transformers.
 
-    ViT, SigLIP, DINOv3, BEiT (Data2Vec)    resize to (height, width)
+    ViT, SigLIP, DINOv3, BEiT, TIPSv2       resize to (height, width)
+    SigLIP 2 (NaFlex)                       the same, to the square of its most patches
     DeiT                                    the same, and a centre crop
     CLIP, BiT (DINOv2)                      shortest edge, and a centre crop
 
@@ -49,7 +50,7 @@ SAME = {
     "num_heads": "num_attention_heads",
     "hidden_dim": "intermediate_size",
 }
-WITH_TEXT = ("clip", "siglip")
+WITH_TEXT = ("clip", "metaclip_2", "siglip", "siglip2", "tipsv2", "aimv2")
 """Families with the encoder settings under `vision_config`."""
 MODEL_TYPE = "vit_toolkit"
 PREFIX = "network."
@@ -117,7 +118,7 @@ def model_fields(model_type: str, values: Values, *, classifies: bool) -> dict[s
         raise invalid("hidden_act", values["hidden_act"], f"this network has {known} only")
     return {
         **{ours: values[theirs] for ours, theirs in SAME.items()},
-        "norm_eps": float(values["layer_norm_eps"]),
+        "norm_eps": float(values["layer_norm_eps" if "norm" not in own else "rms_norm_eps"]),
         "activation": activation,
         **own,
     }
@@ -223,6 +224,39 @@ def _siglip(values: Values, classifies: bool) -> dict[str, Any]:
     }
 
 
+def _siglip2(values: Values, classifies: bool) -> dict[str, Any]:
+    side = math.isqrt(values["num_patches"])
+    return {**_siglip(values, classifies), "image_size": side * values["patch_size"]}
+
+
+def _aimv2(values: Values, _classifies: bool) -> dict[str, Any]:
+    for name, only in {"hidden_act": SILU, "qkv_bias": (False,), "mlp_bias": (False,)}.items():
+        if values[name] not in only:
+            raise invalid(name, values[name], f"an AIMv2 has {only[0]}")
+    return {
+        "stem": "linear_norm",
+        "norm": "rmsnorm",
+        "feedforward": "swiglu",
+        "qkv_bias": False,
+        "proj_bias": False,
+        "class_token": False,
+        "position": "sinusoidal_2d" if values["is_native"] else "learned",
+        "pooling": "mean",
+        "final_norm": "tokens",
+    }
+
+
+def _radio(values: Values, classifies: bool) -> dict[str, Any]:
+    summary, tokens = values["summary_idxs"], range(values["num_cls_tokens"])
+    if not summary or type(summary[0]) is not int or summary[0] not in tokens:
+        raise invalid("summary_idxs", summary, f"expected some of {[*tokens]}")
+    if values["image_size"] > values["max_img_size"]:
+        raise invalid("image_size", values["image_size"], "max_img_size is less")
+    registers = {"num_register_tokens": len(tokens) + values["num_registers"] - 1}
+    rest = {"prefix_positions": "none", "final_norm": "none"}
+    return {**_dinov2({**values, **registers}, classifies), **rest}
+
+
 @dataclass(frozen=True)
 class Family:
     """A model type of transformers; config.json may omit the `defaults`."""
@@ -259,6 +293,12 @@ DINOV3 |= {"mlp_bias": True, "use_gated_mlp": False, "num_register_tokens": 0}
 CLIP = {**COMMON, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu", "patch_size": 32}
 SIGLIP = {**COMMON, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
 SIGLIP |= {"vision_use_head": True}
+TIPSV2 = {**DINO, "image_size": 448, "patch_size": 14, "num_register_tokens": 1}
+AIMV2 = {**COMMON, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8}
+AIMV2 |= {"intermediate_size": 2816, "patch_size": 14, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+AIMV2 |= {"qkv_bias": False, "mlp_bias": False, "is_native": False}
+RADIO = {**DINO, "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16}
+RADIO |= {"max_img_size": 2048, "num_cls_tokens": 3, "num_registers": 7, "summary_idxs": [0, 1]}
 FAMILIES = {
     "vit": Family(_vit, VIT),
     "vit_mae": Family(_vit, VIT),
@@ -271,10 +311,14 @@ FAMILIES = {
     "dinov2_with_registers": Family(_dinov2, {**DINO, "num_register_tokens": 4}),
     "dinov3_vit": Family(_dinov3, DINOV3),
     "clip": Family(_clip, CLIP),
-    "clip_vision_model": Family(_clip, CLIP),
     "siglip": Family(_siglip, SIGLIP),
-    "siglip_vision_model": Family(_siglip, SIGLIP),
+    "siglip2": Family(_siglip2, {**SIGLIP, "num_patches": 256}),
+    "metaclip_2": Family(_clip, CLIP),
+    "tipsv2": Family(_dinov2, TIPSV2),
+    "aimv2": Family(_aimv2, AIMV2),
+    "radio": Family(_radio, RADIO),
 }
+FAMILIES |= {f"{name}_vision_model": FAMILIES[name] for name in WITH_TEXT}
 
 
 def write_custom_model(
@@ -332,6 +376,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "Bit": {**CROP, **CLIP_PIXELS},
     "CLIP": {**CROP, **CLIP_PIXELS},
     "Siglip": {**SQUARE, **HALVES, "resample": 3},
+    "Siglip2": {**SQUARE, **HALVES, "resample": 2, "max_num_patches": 256, "patch_size": 16},
+    "Tipsv2": {**SQUARE, "resample": 2, "size": 448, "do_normalize": False},
     "DINOv3ViT": {**SQUARE, **IMAGENET_PIXELS, "resample": 2},
 }
 # The class of a file that names none, by model type, as in AutoImageProcessor.
@@ -341,8 +387,10 @@ OF_MODEL_TYPE = {
     **dict.fromkeys(("beit", "data2vec-vision"), "Beit"),
     **dict.fromkeys(("dinov2", "dinov2_with_registers"), "Bit"),
     "dinov3_vit": "DINOv3ViT",
-    **dict.fromkeys(("clip", "clip_vision_model"), "CLIP"),
-    **dict.fromkeys(("siglip", "siglip_vision_model"), "Siglip"),
+    **dict.fromkeys(("clip", "metaclip_2", "aimv2"), "CLIP"),
+    "siglip": "Siglip",
+    "siglip2": "Siglip2",
+    "tipsv2": "Tipsv2",
 }
 STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 BY_EDGE = ("Bit", "CLIP")
@@ -373,18 +421,17 @@ def read_processor(
             )
         return usual, (f"preprocessor_config.json: {error}: {remedy}",)
     side = found.image_size[0]
-    if side == image_size:
-        return found, ()
-    return found, (
-        f"images are prepared at {side} pixels, the positions are those of {image_size}",
-    )
+    shape = f"images become {side} x {side} pixels; transformers keeps their shape"
+    sizes = f"images are prepared at {side} pixels, the positions are those of {image_size}"
+    return found, (*[shape] * (kind == "Siglip2"), *[sizes] * (side != image_size))
 
 
 def _values(given: Mapping[str, Any], model_type: str | None) -> tuple[str, Mapping[str, Any]]:
     """Class of the processor, and its settings over the defaults of this class."""
     name = given.get("image_processor_type", given.get("feature_extractor_type"))
     match = re.fullmatch(r"(\w+?)(FeatureExtractor|ImageProcessor(Fast|Pil)?)", str(name))
-    kind = OF_MODEL_TYPE.get(str(model_type)) if name is None else match and match[1]
+    usual = OF_MODEL_TYPE.get(str(model_type).removesuffix("_vision_model"))
+    kind = usual if name is None else match and match[1]
     if kind is None or kind not in PROCESSORS:
         raise ConfigError(f"the processor {name!r} is unknown")
     return kind, {**PROCESSORS[kind], **given}
@@ -413,6 +460,8 @@ def _colours(values: Mapping[str, Any], usual: Preprocessing) -> Preprocessing:
 def _resizing(values: Mapping[str, Any], usual: Preprocessing, *, by_edge: bool) -> Preprocessing:
     """`usual` with the resizing of `values`; ConfigError if it cannot be expressed."""
     size, crops = values["size"], values["do_center_crop"] is True
+    if "max_num_patches" in values:
+        size = math.isqrt(values["max_num_patches"]) * values["patch_size"]
     if values["do_resize"] is not True or values["resample"] not in RESAMPLES:
         raise _refuse(values, "do_resize", "resample")
     if type(size) is int:

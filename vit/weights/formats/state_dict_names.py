@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from vit.config import ModelConfig
@@ -209,12 +210,19 @@ def from_naflex(state: Mapping[str, Tensor]) -> State:
     matrix, table = state.get("embeds.proj.weight"), state.get("embeds.pos_embed")
     if matrix is None or table is None:
         return dict(state)
-    side = square_side(matrix.shape[1] // 3)
-    if matrix.shape[1] != 3 * side**2 or table.ndim != 4 or table.shape[1] != table.shape[2]:
-        raise WeightsError("embeds: not square patches of RGB and a square grid of positions")
+    if table.ndim != 4 or table.shape[1] != table.shape[2]:
+        raise WeightsError("embeds.pos_embed: not a square grid of positions")
     renamed = substitute(state, NAFLEX_NAMES)
-    pixels = matrix.reshape(len(matrix), side, side, 3).permute(0, 3, 1, 2)
-    return renamed | {PATCH_WEIGHT: pixels, "pos_embed": table.flatten(1, 2)}
+    return renamed | {PATCH_WEIGHT: to_convolution(matrix, 3), "pos_embed": table.flatten(1, 2)}
+
+
+def to_convolution(matrix: Tensor, channels: int) -> Tensor:
+    """Convert the projection of patches that are rows of pixels, (dim, side * side * channels)."""
+    side = square_side(matrix.shape[1] // max(channels, 1)) if matrix.ndim == 2 else 0
+    if not side or matrix.shape[1] != channels * side**2:
+        raise WeightsError(f"the patch projection is not of squares of {channels} channels")
+    pattern = "dim (rows cols channels) -> dim channels rows cols"
+    return rearrange(matrix, pattern, rows=side, cols=side)
 
 
 def rename_timm(state: Mapping[str, Tensor]) -> State:
