@@ -149,6 +149,11 @@ CAPABILITIES: Sequence[Capability] = (
         tests="training/test_recipes",
     ),
     Capability(
+        "Choose pretrained weights by measuring",
+        "training/backbone_selection weights/backbone_list",
+        *("train plan models", CLASSES, DATA, "torch"),
+    ),
+    Capability(
         "Train within a time, memory and cores that fit",
         "timing training/time_budget training/auto_batch_size training/trial_training "
         "training/loader_autotune",

@@ -217,9 +217,6 @@ def test_a_refused_cross_validation_leaves_nothing_behind(tiny_config, tmp_path)
     (tmp_path / "folds.json").write_text(json.dumps(record))
     with pytest.raises(ConfigError, match="the data have validation images"):
         train_folds(tiny_config(**SETTINGS), tmp_path, measure=measured, overwrite=True)
-    config = tiny_config(weights="auto", folds=2)
-    with pytest.raises(ConfigError, match="began without pretrained weights; leave --weights out"):
-        train_folds(config, tmp_path, measure=measured, resume=True)
     assert json.loads((tmp_path / "folds.json").read_text()) == record
 
 

@@ -19,7 +19,7 @@ from vit.commands.train_command import (
 from vit.config.collect_settings import collect_settings
 from vit.config.setting_layers import Settings, default_run_folder
 from vit.config.settings import PRETRAINING_TASKS
-from vit.config.training_config import AUTO_WEIGHTS
+from vit.config.training_config import download_limit
 from vit.errors import ConfigError
 
 USUAL = "simclr"
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     )
     require_data(values, args, "pretraining")
     out = out or run_folder(str(values["data"]))
-    if values.get("weights") == AUTO_WEIGHTS:
+    if download_limit(values.get("weights")) is not None:
         raise ConfigError(
             "weights=auto chooses weights for classes; name the weights to go on from, or leave "
             "--weights out"

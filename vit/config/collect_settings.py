@@ -23,7 +23,7 @@ from vit.config.stored_config import (
     located,
     stored_settings,
 )
-from vit.config.training_config import AUTO_WEIGHTS
+from vit.config.training_config import download_limit
 from vit.config.user_code import USER_CODE_FILE
 from vit.errors import ConfigError, RunError
 from vit.paths import path_argument
@@ -186,8 +186,8 @@ def _settings_of_run(path: str | Path, values: Mapping[str, Any], notify: Notify
 
 def _for_resumed_run(chosen: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """`chosen` without `weights=auto` if the run has chosen its weights."""
-    known = chosen.get("weights") == AUTO_WEIGHTS and stored.get("weights") is not None
-    return {name: value for name, value in chosen.items() if not (known and name == "weights")}
+    auto = download_limit(chosen.get("weights")) is not None and stored.get("weights") is not None
+    return {name: value for name, value in chosen.items() if not (auto and name == "weights")}
 
 
 def _of_that_length(

@@ -16,6 +16,7 @@ from vit.config.settings import (
     Section,
     setting,
 )
+from vit.errors import ConfigError
 
 DURATION = re.compile(r"(\d+(?:\.\d+)?) ?([smh])")
 SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -39,14 +40,24 @@ PROBE, FROZEN, PARTIAL = ("probe",), ("probe", "linear"), ("probe", "linear", "l
 NO_PROBE = ("weight_column", "freeze_epochs")
 """Settings beside which a training does not begin with a probe, unless asked."""
 ROUTERS = ({"feedforward": ("moe",)},)
-AUTO_WEIGHTS = "auto"
-"""Value of `weights`: choose them from a list by data, time and device."""
+AUTO_WEIGHTS, AUTO_SIZE = "auto", re.compile(r"auto:(\d+(?:\.\d+)?) ?([MG]B)")
+"""Values of `weights`: choose from those at hand, and from that many bytes of downloads."""
 TAUGHT, CLASSIFIED = {"teacher": ON}, ("classify", "multilabel")
 LORA, PRETRAINED = ({"method": ("lora",)},), ({"weights": ON},)
 SMOOTHED = (*CLASSIFIED, "ordinal", "taxonomy", "attributes", *CAPTION_TASKS)
 VIEWS = ("simclr", "lejepa", "dino")
 """Tasks that compare views of an image."""
 LOCAL = ({"local_views": ON},)
+
+
+def download_limit(weights: object) -> int | None:
+    """Bytes that weights=auto:SIZE may download, 0 of auto; None of weights that are named."""
+    if not isinstance(weights, str) or weights.partition(":")[0] != AUTO_WEIGHTS:
+        return None
+    size = AUTO_SIZE.fullmatch(weights)
+    if size is None and weights != AUTO_WEIGHTS:
+        raise ConfigError(f"weights={weights}: write a size in MB or GB, such as auto:500MB")
+    return 0 if size is None else int(float(size[1]) * {"MB": 1e6, "GB": 1e9}[size[2]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +228,7 @@ class FinetuneConfig(Section):
     """Pretrained weights, and how they are fine-tuned."""
 
     weights: str | None = setting(None, "--pretrained", decided_by="plan")
-    """Pretrained weights: auto, timm/NAME, hf/OWNER/NAME, a run, a file or folder of a library."""
+    """Pretrained weights: auto, auto:2GB, timm/NAME, hf/OWNER/NAME, a run, a library's folder."""
     method: Literal["full", "linear", "lora", "probe"] | None = setting(
         None, read_by=PRETRAINED, tasks=LABEL_TASKS, off=("full",), decided_by="weights"
     )
@@ -239,6 +250,7 @@ class FinetuneConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        download_limit(self.weights)
         if self.probe_first and self.method == "probe":
             self.refuse("probe_first", "method=probe does that already")
 

@@ -14,8 +14,11 @@ from vit.config.setting_layers import all_settings, flatten, make_config
 from vit.config.settings import as_typed
 from vit.evaluation.charts import Chart, line_chart, robustness_charts
 from vit.evaluation.html_page import Thumbnail, read_thumbnail, render_page, thumbnails
+from vit.json_reader import read_json
 
 REPORT_FILE = "report.html"
+BACKBONES_FILE = "backbones.json"
+"""What `--weights auto` measured of each network, and what it chose."""
 
 Event = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -69,8 +72,10 @@ class RunFacts:
 def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:
     folder, epochs = facts.folder, facts.epochs
     best = next((event for event in epochs if event["epoch"] == facts.best_epoch), {})
+    measured = folder / BACKBONES_FILE
     page = render_page(
         template,
+        backbones=read_json(measured) if measured.is_file() else None,
         heading=folder.resolve().name or folder,
         folder=folder,
         folder_repr=repr(str(folder)),

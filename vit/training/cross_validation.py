@@ -38,7 +38,7 @@ from vit.config.setting_layers import (
     with_settings,
 )
 from vit.config.stored_config import PATHS, has_stored_config, located, stored_config
-from vit.config.training_config import AUTO_WEIGHTS
+from vit.config.training_config import download_limit
 from vit.errors import ConfigError, RunError
 from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.metric_rows import metric_of
@@ -166,12 +166,9 @@ def resolve_weights_once(
     weights = config.finetune.weights
     if weights is not None and resume and (folder / FOLDS_FILE).is_file():
         flat, settings = flatten(config), read_fold_record(folder / FOLDS_FILE)["settings"]
-        if weights == AUTO_WEIGHTS and settings.get("weights") is None:
-            raise ConfigError(
-                f"weights=auto: the folds in {folder} began without pretrained weights; "
-                "leave --weights out, or start again with another --out"
-            )
-        settings |= {name: flat[name] for name in config.settled if flat[name] != AUTO_WEIGHTS}
+        auto = download_limit(weights) is not None
+        kept = {name: flat[name] for name in config.settled if not (auto and name == "weights")}
+        settings |= kept
         return make_config(settings)
     return with_chosen_weights(config, accelerator)[0]
 

@@ -27,7 +27,7 @@ from vit.config.setting_layers import (
 )
 from vit.config.settings import PRETRAINING_TASKS
 from vit.config.stored_config import stored_config
-from vit.config.training_config import AUTO_WEIGHTS, TASKS, TrainingConfig
+from vit.config.training_config import TASKS, TrainingConfig, download_limit
 from vit.data.captions.caption_ids import DEFAULT_MAX_TOKENS, CaptionIds
 from vit.data.captions.tokenizer import default_vocab_size, train_tokenizer
 from vit.data.dataset_types import Sample, Splits
@@ -43,6 +43,13 @@ from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, join_names, plural
+from vit.training.backbone_selection import (
+    VERSION,
+    Tournament,
+    read_record,
+    record_file,
+    table_lines,
+)
 from vit.training.distributed.collectives import min_over_processes, on_main
 from vit.training.distributed.devices import make_accelerator
 from vit.training.distributed.fsdp import is_sharded
@@ -61,6 +68,7 @@ from vit.training.plan_rules import (
     counted_passes,
     decide_cache,
     flops_with_captions,
+    image_side,
     ladder_for,
     make_plan,
     needed_passes,
@@ -69,15 +77,10 @@ from vit.training.plan_rules import (
     with_chosen,
 )
 from vit.training.plan_weights import (
-    FOR_STEPS,
     MANY_LABELS,
-    ListedWeights,
+    Rules,
     WeightsChoice,
     architecture_settings,
-    choose_weights,
-    find_on_disk,
-    find_on_hub,
-    license_name,
     plan_after_pretraining,
     plan_weights,
 )
@@ -94,6 +97,7 @@ from vit.training.trial_training import (
     limit_gpu_memory,
     measure_speed,
 )
+from vit.weights.backbone_list import LISTED, fetch_backbones, find_backbones, license_name
 from vit.weights.saved_model import read_pretraining_run
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -139,7 +143,7 @@ def is_planned(chosen: Mapping[str, Any]) -> bool:
 
 def chooses_weights(chosen: Mapping[str, Any]) -> bool:
     """Whether these settings leave the pretrained weights to the plan."""
-    return chosen.get("weights") == AUTO_WEIGHTS
+    return download_limit(chosen.get("weights")) is not None
 
 
 def pretraining_run(chosen: Mapping[str, Any]) -> tuple[ModelConfig, Preprocessing] | None:
@@ -161,11 +165,14 @@ def check_plannable(chosen: Mapping[str, Any]) -> None:
         )
 
 
-def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
+def plan_training(
+    settings: Mapping[str, Any], listing: Listing | None = None
+) -> tuple[Config, Plan]:
     """Settings of a training: those in `settings`, and for all others what the plan says.
 
     Args:
         settings: By name, `data` among them; `check_plannable` does not refuse them.
+        listing: The data, if they are listed already.
 
     Returns:
         The settings, with which `train` does what the plan says, and the plan.
@@ -193,34 +200,111 @@ def plan_training(settings: Mapping[str, Any]) -> tuple[Config, Plan]:
         config = with_settings(config, fold=1)
     check_channels(values.get("channels", 3), values.get("value_type"))
     accelerator = make_accelerator(config.run)
-    listing = list_data(config)
+    listing = list_data(config) if listing is None else listing
     splits = open_data(config, listing, compare=False)
     # what does not fit the task is refused before anything is measured
     get_task(config.training.task).check_data(config, splits, lambda _line: None)
     run = pretraining_run(values)
     network = {} if run is None else architecture_settings(*run)
-    facts = facts_of(config, splits, accelerator, {**network, **values})
+    one_class = not (splits.multilabel or config.training.multilabel)
     if pretrained:
-        one_class = not (splits.multilabel or config.training.multilabel)
-
-        def choose() -> WeightsChoice:
-            return choose_weights(
-                facts, values, on_disk=find_on_disk(), on_hub=find_on_hub, one_class=one_class
-            )
-
-        choice = on_main(accelerator, choose)
+        facts, choice, found = choose_backbone(chosen, values, config, splits, accelerator)
+        named = None if choice is None else choice.weights.source
+        layers = {
+            origin: {n: named if n == "weights" else v for n, v in layer.items()}
+            for origin, layer in chosen.layers.items()
+        }
+        if choice is None or pretraining_run(Settings(**layers)):
+            config, plan = plan_training(Settings(**layers), listing)
+            plan.backbones = found
+            return config, plan
         plan = plan_weights(facts, values, choice, one_class=one_class)
+        plan.backbones = found
     elif run is not None:
+        facts = facts_of(config, splits, accelerator, {**network, **values})
         plan = plan_after_pretraining(facts, values, network, one_class=not splits.multilabel)
         theirs = {**dataclasses.asdict(run[0]), "num_classes": facts.classes}
         chosen = Settings(**{"weights": theirs, **chosen.layers})
     else:
+        facts = facts_of(config, splits, accelerator, values)
         plan = make_plan(facts, values)
     plan.listing = listing
     config = make_config(Settings(**{**chosen.layers, "plan": plan.settings}))
     if facts.captions is not None:  # without classes, there is no head
         config = get_task(config.training.task).complete(config)
     return config, plan
+
+
+def choose_backbone(
+    chosen: Settings,
+    values: Mapping[str, Any],
+    config: Config,
+    splits: Splits,
+    accelerator: Accelerator,
+) -> tuple[Facts, WeightsChoice | None, dict[str, Any] | None]:
+    """The facts, the weights for `--weights auto`, and what was measured of each.
+
+    None for training from scratch, and where nothing is measured.
+    """
+    notify, limit = notifier(accelerator), download_limit(values["weights"]) or 0
+    one_class = not (splits.multilabel or config.training.multilabel)
+    alone = {name: value for name, value in values.items() if name != "weights"}
+    found, lines = on_main(accelerator, partial(find_backbones, config.data.data))
+    device = accelerator.device.type
+    path = record_file(config, splits, alone, found, device)
+    record = on_main(accelerator, partial(read_record, path))
+    if record is None:
+        facts = facts_of(config, splits, accelerator, values)
+    else:  # with the same speeds, the same choice
+        flops, timed = record["speeds"]
+        facts = dataclasses.replace(data_facts(config, splits, accelerator), flops=flops)
+        facts = dataclasses.replace(facts, timed=tuple(TimedNetwork(*one) for one in timed))
+    rules, scratch = Rules(facts, values, one_class), is_planned(alone)
+    here = {Path(one.source).name for one in found}
+    others = [one for one in LISTED if Path(one.source).name not in here]
+    others = [one for one in others if (choice := rules.choose(one)) is not None and choice.fits]
+    if limit:
+        limit -= sum(int(1e6 * one.megabytes) for one in found if one in LISTED)
+        fetched, more = on_main(accelerator, partial(fetch_backbones, others, limit))
+        found, lines = [*found, *fetched], [*lines, *more]
+        if fetched:
+            path = record_file(config, splits, alone, found, device)
+            record = on_main(accelerator, partial(read_record, path))
+    elif others:
+        sizes = (f"{o.source} ({o.megabytes:.0f} MB, {license_name(o.license)})" for o in others)
+        lines.append(f"not on this disk: {join_names(sizes, 3)}; --weights auto:1GB fetches some")
+    if scratch and facts.labels >= MANY_LABELS and "image_size" not in values:
+        least = image_side(facts.side, ladder_for(facts.side)[0])
+        why = f"training from scratch sees {least} px or more"
+        lines += [f"{o.source} is left out: {why}" for o in found if o.image_size < least]
+        found = [one for one in found if one.image_size >= least]
+    for line in lines:
+        notify(f"weights=auto: {line}")
+    choices = [choice for one in found if (choice := rules.choose(one)) is not None]
+    choices.sort(key=lambda one: (rules.methods.index(one.method), -one.weights.megabytes))
+    cheapest = sorted(choices, key=lambda one: one.seconds)[:1]
+    choices = [one for one in choices if one.fits] or cheapest
+    if not choices and not scratch:
+        remedy = others[0].repository.fetch_command() if others else "a smaller image_size"
+        raise ConfigError(
+            "weights=auto: none of the weights that it chooses from is on this disk: give "
+            f"--weights auto:1GB, or where there is a network run {remedy} and copy the folder here"
+        )
+    if not one_class or facts.channels or config.data.tiles or not choices:
+        if choices:
+            notify(
+                "weights=auto: networks are compared on images of one class each: the largest that "
+                "fits the time"
+            )
+        return facts, next(iter(choices), None), None
+    record = record or {"version": VERSION, "speeds": [facts.flops, facts.timed]}
+    tournament = Tournament(
+        *(record, path, choices, chosen, config, splits, accelerator),
+        seconds=planned_seconds(facts),
+        scratch=scratch,
+    )
+    choice = tournament.run()
+    return facts, choice, tournament.summary()
 
 
 def with_target_task(chosen: Settings) -> Settings:
@@ -261,9 +345,9 @@ def check_chosen_weights(values: Mapping[str, Any]) -> None:
 
 def with_chosen_weights(
     config: Config, accelerator: Accelerator, begun: Path | None = None
-) -> tuple[Config, Listing | None]:
+) -> tuple[Config, Plan | None]:
     """`config` with what the plan chooses: weights for `--weights auto`, and how they are trained;
-    also the data as listed for the plan.
+    also the plan.
 
     A run that is resumed has those that were chosen when it began. Settings return as they are
     unless they name `auto` or a run of `vit pretrain`.
@@ -276,14 +360,9 @@ def with_chosen_weights(
         config, plan = plan_training(chosen)
         for line in summary_lines(plan):
             notifier(accelerator)(line)
-        return config, plan.listing
-    weights = stored_config(begun).finetune.weights
-    if weights is None:
-        raise ConfigError(
-            "weights=auto: the run began without pretrained weights; leave --weights out, or "
-            "start a new run with another --out"
-        )
-    return with_settings(config, weights=weights), None
+        return config, plan
+    notifier(accelerator)("note: weights=auto is not used: the run keeps what it began with")
+    return with_settings(config, weights=stored_config(begun).finetune.weights), None
 
 
 def facts_of(
@@ -497,11 +576,10 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
             rows[name] = Choice(fixed[name], f"for task={task}")
     if "epochs" in rows and plan.chosen.get("time") is not None:
         rows["epochs"] = Choice(plan.get("epochs"), "not used: time is the length")
-    if "weights" in plan.settings:
-        lines[0] += f"; {len(FOR_STEPS)} weights to choose from"
     rows |= plan.choices
     typed = [(*as_typed_flag(name, value), why) for name, (value, why) in rows.items()]
     width = max((len(name) for name, *_ in typed), default=0)
+    lines += table_lines(plan.backbones) if plan.backbones else []
     lines += [f"  {name:<{width}}  {value!s:<13}  {why}".rstrip() for name, value, why in typed]
     if "weights" in plan.settings:
         return [*lines, *weights_lines(plan)]
@@ -529,14 +607,17 @@ def plan_lines(plan: Plan, config: Config) -> list[str]:
 
 
 def summary_lines(plan: Plan) -> list[str]:
-    """The plan in two lines, for the start of a training."""
+    """The plan in two lines, for the start of a training, below what was measured for it."""
+    measured = table_lines(plan.backbones) if plan.backbones else []
     if "weights" in plan.settings:
         reason = plan.choices["weights"].reason
-        return [f"weights=auto: {plan.settings['weights']} ({reason})", *weights_lines(plan)]
+        chosen = f"weights=auto: {plan.settings['weights']} ({reason})"
+        return [*measured, chosen, *weights_lines(plan)]
     what = f"planned {plan_name(plan)}, {plan.get('image_size')} px"
     if "method" in plan.settings:  # the network is that of weights
         what = plan.choices["method"].reason
     return [
+        *measured,
         f"note: {what}, {length_of(plan)}; "
         "`vit plan` has the reasons, and any flag fixes its setting",
         *notes_of(plan),
@@ -587,19 +668,12 @@ def from_scratch_note(plan: Plan) -> list[str]:
     without = plan.facts.captions is not None or plan.get("task") in PRETRAINING_TASKS
     if plan.facts.side <= TINY_SIDE or without or "weights" in plan.chosen:
         return []
-    chosen = {name: plan.chosen[name] for name in ("time", "image_size") if name in plan.chosen}
-
-    def everything() -> dict[ListedWeights, str]:  # nothing is downloaded for a note
-        return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
-
-    try:
-        choice = choose_weights(plan.facts, chosen, on_disk=find_on_disk(), on_hub=everything)
-    except ConfigError:  # an image size that no weights have patches for
+    if plan.backbones is not None:  # they were measured
         return []
-    where = "on this disk" if choice.here else "downloaded once"
     return [
         "note: this trains from scratch; for most photographs pretrained weights are better: "
-        f"--weights auto takes {choice.source} ({license_name(choice.weights)}, {where})"
+        "--weights auto measures on these images those that are on this disk, and --weights "
+        "auto:500MB fetches some first"
     ]
 
 

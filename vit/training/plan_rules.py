@@ -208,6 +208,8 @@ class Plan:
     """As of `TimedNetwork`."""
     listing: "Listing | None" = field(default=None, repr=False)
     """What the data hold, for a training that follows."""
+    backbones: dict[str, Any] | None = field(default=None, repr=False)
+    """What was measured of the networks for --weights auto: the content of backbones.json."""
 
     def decide(self, name: str, value: Any, reason: str) -> Any:
         """Set `name` to `value`, unless it is chosen or decided already; returns what it is."""

@@ -1,30 +1,25 @@
-"""The rules of `--weights auto`: which pretrained weights, how they are trained, at which size.
+"""How pretrained weights are trained: the method, image size and settings that the time allows.
 
-facts of the data and the machine -> method and network that the time allows -> settings
+facts of the data and the machine -> method and size of each network -> settings of the chosen one
 
-The list is short, and every entry is under a permissive licence. What is on this disk goes before
-what would be downloaded. The rules stand on the literature, and on what docs/fine-tuning.md
-measured with weights of our own; see docs/recipes.md. A setting that somebody chose is a fact to
-all rules after it.
+vit/training/backbone_selection.py chooses the network. The rules stand on the literature, and on
+what docs/fine-tuning.md measured with weights of our own; see docs/recipes.md. A setting that
+somebody chose is a fact to all rules after it.
 
-Sources: Steiner et al., "How to train your ViT?", arXiv:2106.10270 (augreg weights transfer better
-than longer training from scratch); Kumar et al., "Fine-Tuning can Distort Pretrained Features",
-arXiv:2202.10054 (a probe, then fine-tuning from its head); Oquab et al., "DINOv2",
-arXiv:2304.07193 (features for probes); Kolesnikov et al., "Big Transfer (BiT)", section 3.3,
+Sources: Kumar et al., "Fine-Tuning can Distort Pretrained Features", arXiv:2202.10054 (a probe,
+then fine-tuning from its head); Kolesnikov et al., "Big Transfer (BiT)", section 3.3,
 arXiv:1912.11370 (small images are resized up, to 128 pixels).
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vit.config import ModelConfig
 from vit.config.setting_layers import all_settings
 from vit.config.training_config import NO_PROBE
 from vit.data.preprocessing import Preprocessing
-from vit.errors import ConfigError, WeightsError
 from vit.training.finetune.finetune_settings import DEFAULTS
 from vit.training.finetune.linear_probe import MAX_PROBE_IMAGES
 from vit.training.plan_rules import (
@@ -43,69 +38,7 @@ from vit.training.plan_rules import (
     make_plan,
     planned_seconds,
 )
-from vit.weights import hub
-from vit.weights.resolve_source import WeightsLocation, locate_weights
-
-PERMISSIVE = ("apache-2.0", "mit")
-
-
-@dataclass(frozen=True)
-class ListedWeights:
-    """An entry of the list that `--weights auto` chooses from."""
-
-    name: str
-    """timm's."""
-    license: str
-    parameters: float
-    """In millions, without a head."""
-    gflops: float
-    """Of one image of 224 pixels, forward."""
-    dim: int
-    depth: int
-    patch_size: int
-    pretrained_on: str
-    source: str
-
-    @property
-    def repository(self) -> hub.Repository:
-        return hub.Repository(f"timm/{self.name}")
-
-    def size(self, wanted: int) -> int:
-        """The side of images nearest to `wanted` from below that whole patches make."""
-        return max(wanted // self.patch_size, 1) * self.patch_size
-
-    def flops(self, size: int) -> float:
-        """FLOPs of one image of `size` x `size` pixels, forward."""
-        tokens = (size // self.patch_size) ** 2
-        embedding = 2 * 3 * self.patch_size**2 * self.dim * tokens
-        blocks = 24 * self.dim**2 * (tokens + 1) + 4 * (tokens + 1) ** 2 * self.dim
-        return embedding + self.depth * blocks
-
-
-IN21K, IN1K = "ImageNet-21k, then ImageNet-1k", "ImageNet-1k"
-LVD = "LVD-142M, without labels"
-STEINER, TOUVRON, OQUAB = "arXiv:2106.10270", "arXiv:2012.12877", "arXiv:2304.07193"
-APACHE = "apache-2.0"
-# fmt: off
-DEIT_TINY = ListedWeights(
-    "deit_tiny_patch16_224.fb_in1k", APACHE, 5.5, 2.5, 192, 12, 16, IN1K, TOUVRON)
-TINY = ListedWeights(
-    "vit_tiny_patch16_224.augreg_in21k_ft_in1k", APACHE, 5.5, 2.5, 192, 12, 16, IN21K, STEINER)
-DEIT_SMALL = ListedWeights(
-    "deit_small_patch16_224.fb_in1k", APACHE, 21.7, 9.2, 384, 12, 16, IN1K, TOUVRON)
-SMALL = ListedWeights(
-    "vit_small_patch16_224.augreg_in21k_ft_in1k", APACHE, 21.7, 9.2, 384, 12, 16, IN21K, STEINER)
-DINO_SMALL = ListedWeights(
-    "vit_small_patch14_dinov2.lvd142m", APACHE, 22.1, 12.2, 384, 12, 14, LVD, OQUAB)
-BASE = ListedWeights(
-    "vit_base_patch16_224.augreg2_in21k_ft_in1k", APACHE, 85.8, 35.1, 768, 12, 16, IN21K, STEINER)
-DINO_BASE = ListedWeights(
-    "vit_base_patch14_dinov2.lvd142m", APACHE, 86.6, 46.3, 768, 12, 14, LVD, OQUAB)
-# fmt: on
-# The list in order of preference, the last one first, where steps are made and where a head is
-# fitted to features; the first one is the cheapest.
-FOR_STEPS = (DEIT_TINY, TINY, DEIT_SMALL, DINO_SMALL, SMALL, DINO_BASE, BASE)
-FOR_PROBES = (DEIT_TINY, TINY, DEIT_SMALL, SMALL, DINO_SMALL, BASE, DINO_BASE)
+from vit.weights.backbone_list import Backbone, license_name
 
 # Sides of images: the first one, unless no network fits the time with it.
 PHOTO_SIZES, TINY_SIZES = (224, 160, 128), (128, 96)
@@ -113,6 +46,8 @@ PHOTO_SIZES, TINY_SIZES = (224, 160, 128), (128, 96)
 PROBED_IMAGES = 500
 # Passes over the images that steps are worth beginning with, and more than which overfit.
 LEAST_PASSES, MOST_PASSES = 4, 50
+# Millions of parameters that need no drop path.
+SMALL_NETWORK = 10
 # Labelled images from which on a network of `vit pretrain` is trained as from scratch (measured:
 # docs/lab-notebook.md).
 MANY_LABELS = 1000
@@ -128,13 +63,9 @@ STEP_FLOPS = {"full": TRAINING_FLOPS, "lora": TRAINING_FLOPS, "linear": 1, "prob
 
 @dataclass(frozen=True)
 class WeightsChoice:
-    """What the rules chose."""
+    """How weights are trained in the time."""
 
-    weights: ListedWeights
-    source: str
-    """As --weights takes it: timm/NAME, or a folder of that name."""
-    here: bool
-    """Whether they are on this disk."""
+    weights: Backbone
     method: str
     image_size: int
     passes: float
@@ -142,77 +73,6 @@ class WeightsChoice:
     seconds: float
     """Estimate of one pass of the method, with the validation images."""
     fits: bool
-    better: str = ""
-    """Weights that would be preferred, and are not on this disk."""
-
-
-def find_on_disk() -> dict[ListedWeights, str]:
-    """Weights of the list that need no network: of the hub's cache, or a folder of their name."""
-    found = {}
-    for weights in FOR_STEPS:
-        for source in (f"timm/{weights.name}", weights.name):
-            there = Path(source).exists() or (
-                source.startswith("timm/") and hub.cached_snapshot(weights.repository) is not None
-            )
-            if there and is_listed(weights, source):
-                found[weights] = source
-                break
-    return found
-
-
-def is_listed(weights: ListedWeights, source: str) -> bool:
-    """Whether `source` can be read here and is `weights`, under a permissive licence."""
-    try:
-        found: WeightsLocation = locate_weights(source, offline=True)
-    except WeightsError:
-        return False
-    terms = (found.license or weights.license).lower()
-    same = found.name.partition(".")[0] == weights.name.partition(".")[0]
-    return found.kind == "timm" and same and terms in PERMISSIVE
-
-
-def find_on_hub() -> dict[ListedWeights, str]:
-    """All weights of the list."""
-    if why := hub.offline_reason(offline=None) or hub.unreachable_reason():
-        raise WeightsError(why)
-    return {weights: f"timm/{weights.name}" for weights in FOR_STEPS}
-
-
-def choose_weights(
-    facts: Facts,
-    chosen: Mapping[str, Any],
-    *,
-    on_disk: Mapping[ListedWeights, str],
-    on_hub: Callable[[], Mapping[ListedWeights, str]],
-    one_class: bool = True,
-) -> WeightsChoice:
-    """The weights for `facts`, and how they are trained, beside the settings `chosen` by a person.
-
-    `on_disk` has weights with their source, as --weights takes it; `on_hub` gives those that could
-    be downloaded, and is called only where none on the disk fits.
-    """
-    rules = Rules(facts, chosen, one_class=one_class)
-    best = rules.choose({weights: f"timm/{weights.name}" for weights in FOR_STEPS})
-    if best is None:
-        raise ConfigError(
-            f"image_size={chosen['image_size']}: none of the weights that weights=auto chooses "
-            "from has patches that divide it; use a multiple of 16, or leave it out"
-        )
-    mine = rules.choose(on_disk)
-    if mine is not None and mine.fits:
-        better = best.source if best.fits and best.weights != mine.weights else ""
-        return replace(mine, here=True, better=better)
-    try:
-        return rules.choose(on_hub()) or best
-    except WeightsError as error:
-        if mine is not None:  # too slow for the time, and the only one
-            return replace(mine, here=True)
-        raise ConfigError(
-            f"weights=auto: none of the weights that it chooses from is on this disk, and {error}; "
-            "leave --weights out to train from scratch, or where there is a network run "
-            f"{best.weights.repository.fetch_command()}, copy the folder here, and keep "
-            "--weights auto"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -221,35 +81,30 @@ class Rules:
 
     facts: Facts
     chosen: Mapping[str, Any]
-    one_class: bool
+    one_class: bool = True
 
-    def choose(self, sources: Mapping[ListedWeights, str]) -> WeightsChoice | None:
-        """The best of the weights in `sources`; None if no patches divide the images.
+    def choose(self, weights: Backbone) -> WeightsChoice | None:
+        """How `weights` are trained; None if their patches do not divide the images.
 
-        Steps where enough passes fit, else a probe, whose images may be smaller; the cheapest where
-        nothing fits.
+        Steps where enough passes fit, else a probe, whose images may be smaller.
         """
-        first, *smaller = self.sizes
-        methods = self.methods
-        tries = [(method, first) for method in methods]
-        tries += [(methods[-1], size) for size in smaller]
+        first, *smaller = self.sizes(weights)
+        tries = [(method, first) for method in self.methods]
+        tries += [(self.methods[-1], size) for size in smaller]
+        choice = None
         for method, size in tries:
-            for weights in reversed(FOR_PROBES if method == "probe" else FOR_STEPS):
-                if weights not in sources or not self.divides(weights, size):
-                    continue
-                choice = self.estimate(weights, sources[weights], method, size)
-                if choice.fits:
-                    return choice
-        left = [w for w in FOR_STEPS if w in sources and self.divides(w, self.sizes[-1])]
-        if not left:
-            return None
-        cheapest = min(reversed(left), key=lambda weights: weights.gflops)
-        return self.estimate(cheapest, sources[cheapest], methods[-1], self.sizes[-1])
+            if "image_size" in self.chosen and weights.size(size) != size:
+                continue
+            choice = self.estimate(weights, method, size)
+            if choice.fits:
+                break
+        return choice
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self, weights: Backbone) -> tuple[int, ...]:
         if "image_size" in self.chosen:
             return (int(self.chosen["image_size"]),)
+        if weights.image_size < PHOTO_SIZES[-1]:
+            return (weights.image_size,)
         return TINY_SIZES if self.facts.side <= TINY_SIDE else PHOTO_SIZES
 
     @property
@@ -266,12 +121,7 @@ class Rules:
             return ("full",)
         return ("probe",) if self.facts.images <= PROBED_IMAGES else ("full", "probe")
 
-    def divides(self, weights: ListedWeights, size: int) -> bool:
-        return "image_size" not in self.chosen or weights.size(size) == size
-
-    def estimate(
-        self, weights: ListedWeights, source: str, method: str, wanted: int
-    ) -> WeightsChoice:
+    def estimate(self, weights: Backbone, method: str, wanted: int) -> WeightsChoice:
         """What `method` takes with `weights` on images of `wanted` pixels, and whether it fits."""
         facts, size = self.facts, weights.size(wanted)
         forward = weights.flops(size) / max(speed_of(facts, weights.flops(size)), 1.0)
@@ -290,7 +140,7 @@ class Rules:
                 room -= forward * probed
             passes = max(room, 0.0) / each
             fits = passes >= LEAST_PASSES
-        return WeightsChoice(weights, source, False, method, size, passes, each, fits)
+        return WeightsChoice(weights, method, size, passes, each, fits)
 
 
 def plan_weights(
@@ -301,7 +151,7 @@ def plan_weights(
     weights, size, method = choice.weights, choice.image_size, choice.method
     plan.passes, plan.flops = choice.passes, weights.flops(size)
     plan.speed = speed_of(facts, plan.flops)
-    plan.decide("weights", choice.source, weights_reason(choice))
+    plan.decide("weights", weights.source, weights_reason(choice))
     up = f"images of {facts.side} px are resized up" if facts.side < size else ""
     smaller = "fewer tokens than at 224 px, for the time" if size < weights.size(224) else ""
     if facts.side <= TINY_SIDE and smaller:
@@ -382,22 +232,12 @@ def plan_after_pretraining(
 
 
 def weights_reason(choice: WeightsChoice) -> str:
-    """Licence, size, origin, and where the weights are."""
+    """Licence, size and origin."""
     weights = choice.weights
-    megabytes = f"{4 * weights.parameters:,.0f} MB"
-    where = "on this disk" if choice.here else f"a download of about {megabytes}"
+    origin = f", {weights.pretrained_on} ({weights.paper})" if weights.pretrained_on else ""
     late = "" if choice.fits else "; the cheapest there is, and it may take longer than the time"
-    if choice.better:
-        late = f"; {choice.better} fits the time too, by its name: it is not on this disk"
-    return (
-        f"{license_name(weights)}, {weights.parameters:.1f} M parameters, {weights.pretrained_on} "
-        f"({weights.source}); {where}{late}"
-    )
-
-
-def license_name(weights: ListedWeights) -> str:
-    """`Apache-2.0`, `MIT`: as the licences are usually written."""
-    return {"apache-2.0": "Apache-2.0", "mit": "MIT"}[weights.license]
+    size = f"{weights.parameters:.1f} M parameters"
+    return f"{license_name(weights.license)}, {size}{origin}{late}"
 
 
 def method_reason(choice: WeightsChoice, facts: Facts, *, one_class: bool) -> str:
@@ -431,8 +271,10 @@ def decide_steps(plan: Plan, choice: WeightsChoice, *, one_class: bool) -> None:
     plan.decide("lr", lr, f"of {choice.method} fine-tuning with AdamW, at a batch of {batch}")
     if choice.method == "full":
         plan.decide("layer_decay", usual["layer_decay"], "early layers know edges already (BEiT)")
-        deep = 0.1 if choice.weights.dim > TINY.dim and choice.passes > 8 else 0.0
-        plan.decide("drop_path", deep, f"{choice.passes:.0f} passes of {choice.weights.dim} wide")
+        millions = choice.weights.parameters
+        deep = 0.1 if millions > SMALL_NETWORK and choice.passes > 8 else 0.0
+        why = f"{choice.passes:.0f} passes of {millions:.0f} M parameters"
+        plan.decide("drop_path", deep, why)
     else:
         plan.decide("weight_decay", usual["weight_decay"], "little is learned")
     if facts.grey and facts.side <= TINY_SIDE:

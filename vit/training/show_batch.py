@@ -42,7 +42,8 @@ def show_batch(config: Config | Settings, path: str | Path) -> None:
     # the time budget and the teacher do not change the first epoch's images
     config = dataclasses.replace(config, distillation=DistillationConfig())
     config = with_settings(config, time=None, workers=0)
-    resolved = resolve(config, accelerator, began=time.monotonic(), listing=planned or listing)
+    listing = listing if planned is None else planned.listing
+    resolved = resolve(config, accelerator, began=time.monotonic(), listing=listing)
     config, splits = resolved.config, resolved.splits
     if config.finetune.method == "probe":
         raise ConfigError(

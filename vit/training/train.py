@@ -5,6 +5,7 @@ settings + weights + data + devices -> resolve() -> final settings, splits
 """
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from vit.atomic_files import write_text
 from vit.config import Config
 from vit.config.collect_settings import call_settings
 from vit.config.setting_layers import Settings, default_run_folder, make_config, with_origins
@@ -26,6 +28,7 @@ from vit.config.user_code import UserCode
 from vit.data.dataset_types import Splits
 from vit.data.sources.open_dataset import Listing, check_source_exists
 from vit.errors import ConfigError, RunError, VitError, is_out_of_memory
+from vit.evaluation.run_report import BACKBONES_FILE
 from vit.stop_signals import Interruption
 from vit.tasks.task import get_task
 from vit.text import Notify, printable
@@ -154,7 +157,7 @@ def train(
     with translate_errors(resuming), stops as signals, ExitStack() as stack:
         outputs = get_task(config.training.task).output_names(splits)
         network = make_network(config, resolved.source, outputs, notify, splits.tokenizer)
-        failed, budget = resolved.failed, resolved.budget
+        failed, budget, backbones = resolved.failed, resolved.budget, resolved.backbones
         only_probe = config.finetune.method == "probe"
         begins_with_probe = only_probe or bool(config.finetune.probe_first)
         begins_with_probe = begins_with_probe and resolved.source is not None
@@ -172,7 +175,7 @@ def train(
             interruption=signals,
             workers_for=choose_workers,
         )
-        claim = partial(claim_run_folder, folder, stack, check, config, splits)
+        claim = partial(claim_run_folder, folder, stack, check, config, splits, backbones)
         on_main(accelerator, lambda: claim(new=resumed is None, claimed=claimed))
         probed = init_head_from_probe(run, splits) if begins_with_probe else None
         resumed_by = None if part_of is None else part_of[:2]
@@ -232,6 +235,8 @@ class ResolvedRun:
     failed: dict[str, str]
     """Images that cannot be read, with the reason."""
     source: Pretrained | None
+    backbones: Mapping[str, Any] | None
+    """What was measured of networks for --weights auto."""
     budget: TimeBudget | None
     """The time budget that chose the number of steps, and may change it during the cooldown."""
 
@@ -248,6 +253,8 @@ def resolve(
     """Complete the settings of a run from its plan, weights, data and devices, in this order."""
     notify = notifier(accelerator)
     config, planned = with_chosen_weights(config, accelerator, resumed)
+    listing = listing if planned is None else planned.listing
+    backbones = None if planned is None else planned.backbones
     source = None
     if resumed is not None:  # its checkpoint has the weights
         if config.data.accumulate is None and config.chosen("accumulate"):
@@ -263,7 +270,7 @@ def resolve(
     if decoder is not None and not wants_other_vocabulary(config, decoder):
         tokenizer = decoder.tokenizer
     config, splits, failed = prepare_data(
-        config, accelerator, notify, resumed, tokenizer, planned or listing, source
+        config, accelerator, notify, resumed, tokenizer, listing, source
     )
     if resumed is not None:
         require_same_settings(config, resumed, splits)
@@ -281,7 +288,14 @@ def resolve(
         config, budget = fit_time(
             config, splits, accelerator, notify, began=began, planned=not config.chosen("time")
         )
-    return ResolvedRun(config=config, splits=splits, failed=failed, source=source, budget=budget)
+    return ResolvedRun(
+        config=config,
+        splits=splits,
+        failed=failed,
+        source=source,
+        backbones=backbones,
+        budget=budget,
+    )
 
 
 def load_source(config: Config, accelerator: Accelerator, notify: Notify) -> Pretrained:
@@ -317,6 +331,7 @@ def claim_run_folder(
     check: Callable[[], bool],
     config: Config,
     splits: Splits,
+    backbones: Mapping[str, Any] | None = None,
     *,
     new: bool,
     claimed: Callable[[], None] | None = None,
@@ -329,6 +344,9 @@ def claim_run_folder(
         claimed()
     if new:
         write_new_run(folder, config, splits)
+        if backbones is not None:
+            text = json.dumps(backbones, indent=1, allow_nan=False) + "\n"
+            write_text(folder / BACKBONES_FILE, text)
     record_environment(folder)
 
 

@@ -34,7 +34,7 @@ from vit.data.dataset_types import Splits
 from vit.data.sources.scene_groups import write_groups
 from vit.data.sources.split_file import SPLIT_FILE, read_split, split_record
 from vit.errors import ConfigError, DataError, RunError
-from vit.evaluation.run_report import REPORT_FILE
+from vit.evaluation.run_report import BACKBONES_FILE, REPORT_FILE
 from vit.evaluation.runs_table import SUMMARY_FILE
 from vit.paths import GROUPS_FILE
 from vit.tasks.task import get_task
@@ -51,6 +51,7 @@ FILES = (
     *("config.yaml", "config.json", "model.safetensors", "metrics.jsonl", SPLIT_FILE),
     *(TOKENIZER_FILE, REPORT_FILE, ENVIRONMENT_FILE, PRETRAINING_FILE, TEACHER_FILE),
     *(DISTANCE_FILE, REFERENCE_FILE, PATHS_FILE, SUMMARY_FILE, GROUPS_FILE, USER_CODE_FILE),
+    BACKBONES_FILE,
 )
 WEIGHTS = "model.safetensors"
 BEST = "best"

@@ -127,9 +127,7 @@ def extract(
         for sample, key in zip(samples, keys, strict=True):
             if not isinstance(key, BadImage):
                 files.setdefault(key, sample.path)
-        folder = config.finetune.feature_cache
-        cache = user_cache() / "features" if folder is None else Path(folder).expanduser()
-        store = FeatureStore(cache, extractor.identity, files, notify)
+        store = FeatureStore(feature_folder(config), extractor.identity, files, notify)
         cached = on_main(accelerator, store.open)
         missing = [(key, path) for key, path in files.items() if key not in cached]
         chunks = [missing[at : at + CHUNK][rank::processes] for at in range(0, len(missing), CHUNK)]
@@ -170,6 +168,12 @@ def extract(
         notify(f"{extractor.title}: {loaded:,} of {total} from the cache, {fresh:,} made")
     every = broadcast_tensor(accelerator, lambda: store.vectors(good))
     return Features(every, torch.tensor(labels), failed)
+
+
+def feature_folder(config: Config) -> Path:
+    """The folder of the cache."""
+    folder = config.finetune.feature_cache
+    return user_cache() / "features" if folder is None else Path(folder).expanduser()
 
 
 def batch_size(device: torch.device) -> int:

@@ -219,6 +219,16 @@ class Probe:
         return sum(int((self.logits(some).argmax(1) == own).sum()) for some, own in parts)
 
 
+def held_out_answers(features: Tensor, labels: Tensor, classes: int, *, seed: int) -> Tensor:
+    """Whether a linear head is right on each held-out image of a cross-validation, (images,) bool
+    in the order of the folds, which depend on `labels` and `seed` alone; empty without folds."""
+    basis = Eigenbasis.of(features.float().cpu())
+    inputs = basis.rotate(features.float())
+    sweep = PenaltySweep(inputs, labels, classes, basis.variance, seed)
+    trials = sweep.run(COARSE_STRENGTHS)
+    return choose_penalty(trials).right if trials else torch.zeros(0, dtype=torch.bool)
+
+
 def fit_probe(
     features: Tensor,
     labels: Tensor,

@@ -1,0 +1,428 @@
+"""Chooses among pretrained networks by measuring them: the tournament of `--weights auto`.
+
+    training images, stratified -> features of each network -> cross-validation of a linear head
+    -> the better half goes on with twice as many images (successive halving)
+    -> the best ones against themselves with shuffled weights -> paired comparison
+
+Validation and test images are not used. All networks see the same images and folds, so that they
+are compared image by image. A network that is no better than with the entries of each of its
+tensors shuffled knows nothing of these images; if all are so, training starts from scratch.
+
+    CACHE/selection-<digest>.json     what is known so far; a second call goes on from there
+
+Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
+Optimization", arXiv:1502.07943; Renggli et al., "SHiFT", arXiv:2204.01457 (linear heads as proxies,
+with successive halving).
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from vit.atomic_files import write_text
+from vit.config import Config
+from vit.config.setting_layers import Settings, make_config, with_settings
+from vit.data.dataset_types import Sample, Splits
+from vit.data.image_archives import split_address
+from vit.data.preprocessing import Preprocessing
+from vit.data.random_seed import random_seed
+from vit.errors import BadImage, VitError
+from vit.evaluation.exact_tests import wilson_interval
+from vit.evaluation.paired_comparison import UNDECIDED, PairedComparison
+from vit.text import ignore, join_names, percent, plural
+from vit.training.distributed.collectives import max_over_processes, on_main
+from vit.training.finetune.feature_extraction import (
+    Extractor,
+    batch_size,
+    extract,
+    feature_folder,
+    network_features,
+    weights_digest,
+)
+from vit.training.finetune.finetune_settings import complete_for_weights, merged_state_dict
+from vit.training.finetune.linear_probe import held_out_answers
+from vit.training.logging.training_progress import notifier
+from vit.training.plan_weights import WeightsChoice
+from vit.training.setup import make_network
+from vit.weights.backbone_list import Backbone, license_name
+from vit.weights.load_model import open_pretrained
+
+SCRATCH, TOO_SLOW = "from scratch", "too slow for the time"
+VERSION = 1
+ROUND_SHARE, MAX_SHARE = 0.1, 0.25
+"""Shares of the time: of the first round, about, and of all rounds, at most."""
+MIN_IMAGES, MAX_IMAGES = 100, 6000
+"""Images of the first round, unless there are fewer, and of the last one."""
+FINALISTS = 2
+"""Networks with which the rounds end."""
+TIE = 0.01
+"""Difference of accuracy below which two networks tie, unless a paired test shows it."""
+TIMED_IMAGES = 4
+"""Images that the speed of a network is measured with on a CPU."""
+
+Record = dict[str, Any]
+"""What is known: `speeds` of the plan, seconds `spent`, `images` of each round; of each of the
+`networks`, by source, seconds of an image, and the answers of each round; `chosen`, `tied`."""
+
+
+def record_file(
+    config: Config,
+    splits: Splits,
+    values: Mapping[str, Any],
+    found: Sequence[Backbone],
+    device: str,
+) -> Path:
+    """The file of what is known about the networks `found` for these images and settings."""
+    files = {(split_address(sample.path) or (sample.path,))[0] for sample in splits.train}
+    paths = [*sorted(files), *(weights.source for weights in found)]
+    stats = [(path, *file_stat(path)) for path in paths]
+    labels = [(sample.path, sample.label) for sample in splits.train]
+    machine = [device, os.cpu_count(), os.getcwd()]
+    networks = [(one.source, one.megabytes) for one in found]
+    question = [VERSION, stats, labels, dict(values), networks, machine]
+    text = json.dumps(question, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
+    return feature_folder(config) / f"selection-{digest[:32]}.json"
+
+
+def file_stat(path: str) -> tuple[int, int]:
+    """Size and time of a file; zeros without one."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    return 0, 0
+
+
+def read_record(path: Path) -> Record | None:
+    """The record in a file; None if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) and found.get("version") == VERSION else None
+    return None
+
+
+def stratified_order(samples: Sequence[Sample], *, seed: int) -> list[Sample]:
+    """Labelled samples in an order of which each beginning has about the same share of a class."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "selection"))
+    by_class: dict[int, list[int]] = {}
+    for place in torch.randperm(len(samples), generator=generator).tolist():
+        if samples[place].label >= 0:
+            by_class.setdefault(samples[place].label, []).append(place)
+    ranks = {
+        place: (rank + 0.5) / len(own)
+        for own in by_class.values()
+        for rank, place in enumerate(own)
+    }
+    return [samples[place] for place in sorted(ranks, key=lambda one: (ranks[one], one))]
+
+
+class Tournament:
+    """Rounds of a selection, of which `record` and its file `path` know some; all processes take
+    part.
+
+    Args:
+        chosen: The settings of the training.
+        seconds: Of the training; `MAX_SHARE` of them are used at most.
+        scratch: Whether none of the networks may be chosen.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        path: Path,
+        choices: Sequence[WeightsChoice],
+        chosen: Settings,
+        config: Config,
+        splits: Splits,
+        accelerator: Accelerator,
+        *,
+        seconds: float,
+        scratch: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.record, self.path, self.chosen, self.config = record, path, chosen, config
+        self.choices = {choice.weights.source: choice for choice in choices}
+        self.networks: dict[str, Record] = record.setdefault(
+            "networks", {source: {"right": []} for source in self.choices}
+        )
+        self.classes, self.scratch, self.seconds = len(splits.classes), scratch, seconds
+        self.samples = stratified_order(splits.train, seed=config.training.seed)[:MAX_IMAGES]
+        self.accelerator, self.clock, self.notify = accelerator, clock, notifier(accelerator)
+        self.began: float = clock() - record.setdefault("spent", 0.0)
+
+    def measured(self, began: float) -> float:
+        """Seconds since `began`, the same on all processes."""
+        return float(max_over_processes(self.accelerator, self.clock() - began))
+
+    def is_late(self) -> bool:
+        """Whether the time is over in this process."""
+        return self.clock() - self.began > MAX_SHARE * self.seconds
+
+    def save(self) -> None:
+        """Write the record on the main process."""
+        self.record["spent"] = self.measured(self.began)
+        text = json.dumps(self.record, allow_nan=False)
+
+        def write() -> None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self.path, text)
+
+        on_main(self.accelerator, write)
+
+    def run(self) -> WeightsChoice | None:
+        """Play the rounds that are left; returns what is chosen, None for training from scratch."""
+        record = self.record
+        if "chosen" not in record:
+            if "images" not in record:
+                self.measure_speeds()
+                record["images"] = self.round_sizes()
+                self.save()
+            number = 0
+            while number < len(record["images"]) and self.play(number):
+                number += 1
+            record["images"] = record["images"][: max(number, 1)]
+            record["chosen"] = self.decide()
+            self.save()
+        return self.choices.get(record["chosen"])
+
+    def measure_speeds(self) -> None:
+        """Measure the seconds of an image with each network, and leave out what cannot be read."""
+        device, processes = self.accelerator.device, self.accelerator.num_processes
+        count = TIMED_IMAGES if device.type == "cpu" else batch_size(device)
+        for source, network in self.networks.items():
+            began = self.clock()
+            extractor = self.open(source)
+            if extractor is None:
+                continue
+            network["opening"] = self.measured(began)
+            for _ in range(2):  # the first time allocates memory, and chooses kernels
+                began, images = self.clock(), []
+                for sample in self.samples[:count]:
+                    with contextlib.suppress(BadImage):  # the rounds meet it
+                        images.append(extractor.prepare(sample.path))
+                if images:
+                    extractor.vectors(images)
+            network["seconds"] = self.measured(began) / max(len(images), 1) / processes
+
+    def open(self, source: str, *, shuffled: bool = False) -> Extractor | None:
+        """The network as a training would begin with it; None if it cannot be read."""
+        named = {"weights": source, "image_size": self.choices[source].image_size}
+        try:
+            config = make_config(Settings(**{**self.chosen.layers, "plan": named}))
+            config = with_settings(config, num_classes=self.classes)
+            pretrained = open_pretrained(source)
+            config = complete_for_weights(config, pretrained)
+            network = make_network(config, pretrained)
+        except VitError as error:
+            self.networks[source]["left_out"] = str(error)
+            self.notify(f"weights=auto: {source} is left out: {error}")
+            return None
+        if shuffled:
+            shuffle_weights(network, seed=config.training.seed)
+        network = network.to(self.accelerator.device)
+        model = config.model
+        images = Preprocessing.from_config(config.data, model.image_size, model.patch_size)
+        key = weights_digest(merged_state_dict(network.state_dict(), config), model)
+        return network_features(network, images, config, self.accelerator, key)
+
+    def round_sizes(self) -> list[int]:
+        """Images of each round; the slowest networks are left out where the time is too short."""
+        total, some = len(self.samples), min(MIN_IMAGES, len(self.samples))
+        room = ROUND_SHARE * self.seconds
+        networks = [one for one in self.networks.values() if "left_out" not in one]
+        networks.sort(key=lambda one: -one["seconds"])
+        while len(networks) > 1 and sum(map(partial(cost, some), networks)) > room:
+            networks.pop(0)["left_out"] = TOO_SLOW
+        room -= sum(one["opening"] for one in networks)
+        count = int(room / max(sum(one["seconds"] for one in networks), 1e-9))
+        sizes, left = [min(max(count, some), total)], len(networks)
+        while left > FINALISTS and sizes[-1] < total:
+            left = math.ceil(left / 2)
+            sizes.append(min(2 * sizes[-1], total))
+        return sizes
+
+    def play(self, number: int) -> bool:
+        """Measure the networks of a round; False where the time is not enough, of the first one
+        only for those that it leaves out."""
+        sizes, sources = self.record["images"], self.ranked(number)
+        missing = [one for one in sources if len(self.networks[one]["right"]) <= number]
+        if number and missing:
+            fresh = sizes[number] - sizes[number - 1]
+            needed = cost(sizes[0], self.networks[sources[0]])  # with shuffled weights
+            needed += sum(cost(fresh, self.networks[one]) for one in missing)
+            if self.measured(self.began) + needed > MAX_SHARE * self.seconds:
+                return False
+        for source in missing:
+            right, network = self.answers(source, sizes[number]), self.networks[source]
+            if right is not None:
+                network["right"].append(right)
+                self.save()
+            elif number and "left_out" not in network:
+                return False
+            else:
+                network.setdefault("left_out", TOO_SLOW)
+        return True
+
+    def ranked(self, number: int) -> list[str]:
+        """The networks of a round, the best of the one before first, of equals the smaller one."""
+        sources = [one for one in self.networks if "left_out" not in self.networks[one]]
+        for earlier in range(number):
+            sources = [one for one in sources if len(self.networks[one]["right"]) > earlier]
+            sources.sort(key=partial(self.rank, earlier))
+            if earlier + 1 < len(self.record["images"]):
+                sources = sources[: max(math.ceil(len(sources) / 2), FINALISTS)]
+        return sources
+
+    def rank(self, number: int, source: str) -> tuple[float, float, str]:
+        """Sort key: the more accurate network in a round first, of equals the smaller one."""
+        return -accuracy(self.networks[source]["right"][number]), *self.size(source)
+
+    def size(self, source: str) -> tuple[float, str]:
+        """Sort key: the smaller network first."""
+        return self.choices[source].weights.megabytes, source
+
+    def answers(self, source: str, count: int, *, shuffled: bool = False) -> str | None:
+        """For each held-out image 1 if a linear head is right, else 0; None where the network
+        cannot be read, or the time is over."""
+        late = self.measured(self.began) > MAX_SHARE * self.seconds
+        extractor = None if late else self.open(source, shuffled=shuffled)
+        if extractor is None:
+            return None
+        samples = self.samples[:count]
+        found = extract(samples, extractor, self.config, self.accelerator, ignore, self.is_late)
+        if found is None:
+            return None
+        began, seed = self.clock(), random_seed(self.config.training.seed, "probe")
+        fit = partial(held_out_answers, found.values, found.labels, self.classes, seed=seed)
+        right: torch.Tensor = on_main(self.accelerator, fit)
+        self.networks[source]["fit"] = self.measured(began)
+        return "".join(map(str, right.int().tolist()))
+
+    def decide(self) -> str:
+        """The source of the chosen network, or SCRATCH."""
+        last = len(self.record["images"])
+        ranked = self.ranked(last)
+        while ranked and self.scratch and not self.knows_images(ranked[0]):
+            self.networks[ranked.pop(0)]["left_out"] = "no better than with shuffled weights"
+        if not ranked:
+            late = [s for s, one in self.networks.items() if one.get("left_out") == TOO_SLOW]
+            return SCRATCH if self.scratch or not late else min(late, key=self.size)
+        best = self.networks[ranked[0]]["right"][last - 1]
+        tied = [s for s in ranked if is_tie(best, self.networks[s]["right"][last - 1])]
+        self.record["tied"] = tied if len(tied) > 1 else []
+        return min(tied, key=self.size)
+
+    def knows_images(self, source: str) -> bool:
+        """Whether a network is better than with shuffled weights; also where the time is over."""
+        network = self.networks[source]
+        if "shuffled" not in network:
+            network["shuffled"] = self.answers(source, self.record["images"][0], shuffled=True)
+            self.save()
+        if network["shuffled"] is None:
+            return True
+        return paired(network["shuffled"], network["right"][0]).verdict() == "better"
+
+    def summary(self) -> dict[str, Any]:
+        """The content of backbones.json: what was measured, and what was chosen."""
+        rows: list[dict[str, Any]] = []
+        for source, network in self.networks.items():
+            choice = self.choices[source]
+            right = ["", *network["right"][: len(self.record["images"])]][-1]
+            hits, count = right.count("1"), len(right)
+            rows.append(
+                {
+                    "source": source,
+                    "license": license_name(choice.weights.license),
+                    "year": choice.weights.year,
+                    "megabytes": round(choice.weights.megabytes, 1),
+                    "image_size": choice.image_size,
+                    "method": choice.method,
+                    "milliseconds": 1e3 * network["seconds"] if "seconds" in network else None,
+                    "images": count,
+                    "accuracy": hits / count if count else None,
+                    "interval": wilson_interval(hits, count) if count else None,
+                    "left_out": network.get("left_out"),
+                }
+            )
+        rows.sort(key=lambda row: (-row["images"], -(row["accuracy"] or 0), row["megabytes"]))
+        chosen, seconds = self.record["chosen"], self.record["spent"]
+        return {
+            "chosen": chosen,
+            "sentence": self.sentence(),
+            "seconds": seconds,
+            "networks": rows,
+        }
+
+    def sentence(self) -> str:
+        """What was chosen, and what the next best would give."""
+        chosen, tied = self.record["chosen"], self.record.get("tied")
+        if chosen == SCRATCH:
+            return "training from scratch: no network is better than with shuffled weights"
+        ranked = self.ranked(len(self.record["images"]))
+        others = [one for one in ranked if one != chosen]
+        if chosen not in ranked or not others:
+            return f"{chosen}, and no other network was measured with as many images"
+        last = len(self.record["images"]) - 1
+        answers = [self.networks[one]["right"][last] for one in (chosen, others[0])]
+        found = paired(*answers)
+        low, high = (100 * end for end in found.interval)
+        tie = f"a tie of {join_names(tied)}, of which the smallest is taken: " if tied else ""
+        return (
+            f"{tie}{chosen}; {others[0]} would give {100 * found.difference:+.1f} points (95 % "
+            f"interval {low:+.1f} to {high:+.1f}; a linear head, {plural(found.count, 'image')})"
+        )
+
+
+def shuffle_weights(network: torch.nn.Module, *, seed: int) -> None:
+    """Permute the entries of each parameter of `network`."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "shuffled"))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            order = torch.randperm(parameter.numel(), generator=generator)
+            parameter.copy_(parameter.flatten()[order].view_as(parameter))
+
+
+def cost(images: int, network: Record) -> float:
+    """Seconds to measure a network with so many images more."""
+    return float(network["opening"] + images * network["seconds"] + 2 * network.get("fit", 0.0))
+
+
+def accuracy(right: str) -> float:
+    return right.count("1") / max(len(right), 1)
+
+
+def paired(a: str, b: str) -> PairedComparison:
+    """B with A, of their answers for the same images."""
+    return PairedComparison.of(*(torch.tensor([*map(int, right)]) > 0 for right in (a, b)))
+
+
+def is_tie(best: str, other: str) -> bool:
+    """Whether `other` is not shown to be worse than `best`, and close to it."""
+    found = paired(best, other)
+    return found.verdict() == UNDECIDED and found.difference > -TIE
+
+
+def table_lines(found: Mapping[str, Any]) -> list[str]:
+    """`Tournament.summary` for a terminal."""
+    rows = [
+        ("network", "accuracy", "95 %", "images", "ms", "MB", "px", "method", "year", "licence")
+    ]
+    for row in found["networks"]:
+        ends = " to ".join(f"{100 * end:.1f}" for end in row["interval"] or ())
+        share, ms = percent(row["accuracy"], 1), row["milliseconds"] or math.nan
+        cells = (ends, row["images"], f"{ms:.1f}", f"{row['megabytes']:.0f}", row["image_size"])
+        about = (row["left_out"] or row["method"], row["year"] or "-", row["license"])
+        rows.append((row["source"], share, *map(str, (*cells, *about))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return [*("  ".join(line).rstrip() for line in lines), found["sentence"]]
