@@ -80,27 +80,19 @@ def record_file(
     splits: Splits,
     values: Mapping[str, Any],
     found: Sequence[Backbone],
-    device: str,
+    accelerator: Accelerator,
 ) -> Path:
     """The file of what is known about the networks `found` for these images and settings."""
-    files = {(split_address(sample.path) or (sample.path,))[0] for sample in splits.train}
-    paths = [*sorted(files), *(weights.source for weights in found)]
-    stats = [(path, *file_stat(path)) for path in paths]
+    images = {(split_address(sample.path) or (sample.path,))[0] for sample in splits.train}
+    paths = [*sorted(images), *(weights.source for weights in found)]
+    stats = [(s.st_size, s.st_mtime_ns) for s in map(os.stat, filter(os.path.exists, paths))]
     labels = [(sample.path, sample.label) for sample in splits.train]
-    machine = [device, os.cpu_count(), os.getcwd()]
     networks = [(one.source, one.megabytes) for one in found]
-    question = [VERSION, stats, labels, dict(values), networks, machine]
+    machine = [accelerator.device.type, accelerator.num_processes, os.cpu_count(), os.getcwd()]
+    question = [VERSION, stats, labels, len(splits.val), networks, dict(values), machine]
     text = json.dumps(question, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
     return feature_folder(config) / f"selection-{digest[:32]}.json"
-
-
-def file_stat(path: str) -> tuple[int, int]:
-    """Size and time of a file; zeros without one."""
-    with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return found.st_size, found.st_mtime_ns
-    return 0, 0
 
 
 def read_record(path: Path) -> Record | None:
@@ -285,7 +277,7 @@ class Tournament:
 
     def rank(self, number: int, source: str) -> tuple[float, float, str]:
         """Sort key: the more accurate network in a round first, of equals the smaller one."""
-        return -accuracy(self.networks[source]["right"][number]), *self.size(source)
+        return -self.networks[source]["right"][number].count("1"), *self.size(source)
 
     def size(self, source: str) -> tuple[float, str]:
         """Sort key: the smaller network first."""
@@ -355,13 +347,8 @@ class Tournament:
                 }
             )
         rows.sort(key=lambda row: (-row["images"], -(row["accuracy"] or 0), row["megabytes"]))
-        chosen, seconds = self.record["chosen"], self.record["spent"]
-        return {
-            "chosen": chosen,
-            "sentence": self.sentence(),
-            "seconds": seconds,
-            "networks": rows,
-        }
+        known = {"chosen": self.record["chosen"], "sentence": self.sentence()}
+        return {**known, "seconds": self.record["spent"], "networks": rows}
 
     def sentence(self) -> str:
         """What was chosen, and what the next best would give."""
@@ -395,10 +382,6 @@ def shuffle_weights(network: torch.nn.Module, *, seed: int) -> None:
 def cost(images: int, network: Record) -> float:
     """Seconds to measure a network with so many images more."""
     return float(network["opening"] + images * network["seconds"] + 2 * network.get("fit", 0.0))
-
-
-def accuracy(right: str) -> float:
-    return right.count("1") / max(len(right), 1)
 
 
 def paired(a: str, b: str) -> PairedComparison:

@@ -242,16 +242,13 @@ def choose_backbone(
     splits: Splits,
     accelerator: Accelerator,
 ) -> tuple[Facts, WeightsChoice | None, dict[str, Any] | None]:
-    """The facts, the weights for `--weights auto`, and what was measured of each.
-
-    None for training from scratch, and where nothing is measured.
-    """
+    """The facts, the weights for `--weights auto`, None for training from scratch, and what was
+    measured of each, None where nothing is."""
     notify, limit = notifier(accelerator), download_limit(values["weights"]) or 0
     one_class = not (splits.multilabel or config.training.multilabel)
     alone = {name: value for name, value in values.items() if name != "weights"}
     found, lines = on_main(accelerator, partial(find_backbones, config.data.data))
-    device = accelerator.device.type
-    path = record_file(config, splits, alone, found, device)
+    path = record_file(config, splits, alone, found, accelerator)
     record = on_main(accelerator, partial(read_record, path))
     if record is None:
         facts = facts_of(config, splits, accelerator, values)
@@ -268,7 +265,7 @@ def choose_backbone(
         fetched, more = on_main(accelerator, partial(fetch_backbones, others, limit))
         found, lines = [*found, *fetched], [*lines, *more]
         if fetched:
-            path = record_file(config, splits, alone, found, device)
+            path = record_file(config, splits, alone, found, accelerator)
             record = on_main(accelerator, partial(read_record, path))
     elif others:
         sizes = (f"{o.source} ({o.megabytes:.0f} MB, {license_name(o.license)})" for o in others)
@@ -290,13 +287,11 @@ def choose_backbone(
             "weights=auto: none of the weights that it chooses from is on this disk: give "
             f"--weights auto:1GB, or where there is a network run {remedy} and copy the folder here"
         )
-    if not one_class or facts.channels or config.data.tiles or not choices:
-        if choices:
-            notify(
-                "weights=auto: networks are compared on images of one class each: the largest that "
-                "fits the time"
-            )
-        return facts, next(iter(choices), None), None
+    if not choices:
+        return facts, None, None
+    if not one_class or facts.channels or config.data.tiles:
+        notify("weights=auto: not measured, but the largest that fits: not one class an RGB image")
+        return facts, choices[0], None
     record = record or {"version": VERSION, "speeds": [facts.flops, facts.timed]}
     tournament = Tournament(
         *(record, path, choices, chosen, config, splits, accelerator),
