@@ -315,12 +315,12 @@ class Tournament:
         return min(tied, key=self.size)
 
     def knows_images(self, source: str) -> bool:
-        """Whether a network is better than with shuffled weights; also where the time is over."""
+        """Whether a network is better than with shuffled weights; also where that is not known."""
         network = self.networks[source]
         if "shuffled" not in network:
             network["shuffled"] = self.answers(source, self.record["images"][0], shuffled=True)
             self.save()
-        if network["shuffled"] is None:
+        if not network["shuffled"]:
             return True
         return paired(network["shuffled"], network["right"][0]).verdict() == "better"
 
@@ -357,10 +357,11 @@ class Tournament:
             return "training from scratch: no network is better than with shuffled weights"
         ranked = self.ranked(len(self.record["images"]))
         others = [one for one in ranked if one != chosen]
-        if chosen not in ranked or not others:
-            return f"{chosen}, and no other network was measured with as many images"
         last = len(self.record["images"]) - 1
-        answers = [self.networks[one]["right"][last] for one in (chosen, others[0])]
+        pair = [chosen, *others[:1]] if chosen in ranked else []
+        answers = [self.networks[one]["right"][last] for one in pair]
+        if len(pair) < 2 or not all(answers):
+            return f"{chosen}, and no other network was measured with as many images"
         found = paired(*answers)
         low, high = (100 * end for end in found.interval)
         tie = f"a tie of {join_names(tied)}, of which the smallest is taken: " if tied else ""
@@ -391,6 +392,8 @@ def paired(a: str, b: str) -> PairedComparison:
 
 def is_tie(best: str, other: str) -> bool:
     """Whether `other` is not shown to be worse than `best`, and close to it."""
+    if not best:  # no class has two images
+        return True
     found = paired(best, other)
     return found.verdict() == UNDECIDED and found.difference > -TIE
 
