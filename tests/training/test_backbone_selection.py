@@ -348,6 +348,29 @@ def test_a_network_that_cannot_be_read_is_named_and_left_out(
     assert rows["runs/untrained"]["accuracy"] is not None
 
 
+@pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
+def test_numbers_take_the_largest_network_that_fits(offline, photos, tmp_path, capsys, tiny_run):
+    shutil.copytree(tiny_run, "runs/untrained")
+    put_in_cache()  # 23 MB by the list
+    rows = [f"{path},{n}" for n, path in enumerate(sorted(photos.rglob("*.png")))]
+    (tmp_path / "list.csv").write_text("\n".join(["image,size", *rows]))
+    words = [
+        "plan",
+        str(tmp_path / "list.csv"),
+        "--target",
+        "size",
+        "--weights",
+        "auto",
+        "--image-size",
+        "32",
+    ]
+    assert main([*words, "--save", "plan.yaml"]) == 0
+    assert "weights=auto: not measured" in capsys.readouterr().err
+    planned = yaml.safe_load(Path("plan.yaml").read_text())
+    assert (planned["weights"], planned["method"]) == (VIT_TINY.source, "full")
+
+
 @pytest.mark.slow
 def test_two_processes_choose_as_one(offline, photos, tmp_path, tiny_run):
     shutil.copytree(tiny_run, "runs/untrained")

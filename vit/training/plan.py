@@ -206,7 +206,7 @@ def plan_training(
     get_task(config.training.task).check_data(config, splits, lambda _line: None)
     run = pretraining_run(values)
     network = {} if run is None else architecture_settings(*run)
-    one_class = not (splits.multilabel or config.training.multilabel)
+    one_class = config.training.single_label and not splits.multilabel
     if pretrained:
         facts, choice, found = choose_backbone(chosen, values, config, splits, accelerator)
         named = None if choice is None else choice.weights.source
@@ -245,7 +245,7 @@ def choose_backbone(
     """The facts, the weights for `--weights auto`, None for training from scratch, and what was
     measured of each, None where nothing is."""
     notify, limit = notifier(accelerator), download_limit(values["weights"]) or 0
-    one_class = not (splits.multilabel or config.training.multilabel)
+    one_class = config.training.single_label and not splits.multilabel
     alone = {name: value for name, value in values.items() if name != "weights"}
     found, lines = on_main(accelerator, partial(find_backbones, config.data.data))
     path = record_file(config, splits, alone, found, accelerator)
@@ -290,7 +290,9 @@ def choose_backbone(
     if not choices:
         return facts, None, None
     if not one_class or facts.channels or config.data.tiles:
-        notify("weights=auto: not measured, but the largest that fits: not one class an RGB image")
+        notify(
+            "weights=auto: not measured, which takes one class an RGB image: the largest that fits"
+        )
         return facts, choices[0], None
     record = record or {"version": VERSION, "speeds": [facts.flops, facts.timed]}
     tournament = Tournament(
