@@ -7,16 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
+import vit
+import vit.weights.formats.timm_conv_stem
 from vit.config.setting_layers import make_config, read_settings
+from vit.tasks.task import get_task
 from vit.training.distributed.devices import make_accelerator
 from vit.training.settings_from_data import prepare_data
 from vit.training.setup import make_training
 from vit.training.training_loaders import training_loader
 from vit.training.training_loop import train_one_step
-from vit.weights.saved_model import load_run
+from vit.weights.saved_model import load_run, read_model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -80,10 +84,14 @@ def test_weights_are_small_and_those_of_a_recipe(folder):
         assert words in card
     recipe = CONFIGS / re.search(r"-c configs/(\w+\.yaml)", card)[1]
     assert f"configs/weights/{folder.name}" in recipe.read_text(encoding="utf-8")
-    made = make_config({**read_settings(recipe), "data": "x", "num_classes": 0})
     run = load_run(folder)
+    made = make_config(
+        {**read_settings(recipe), "data": "x", "num_classes": run.config.num_classes}
+    )
+    made = get_task(made.training.task).complete(made)
     assert run.task_name == made.training.task
     assert run.config == made.model
+    assert 300_000 <= sum(one.numel() for one in run.model.parameters()) <= 3_000_000
     labels = torch.tensor([[0.0], [1.0]])
     images = labels[:, :, None, None] * torch.ones(2, 3, run.config.image_size, 1)
     features = run.model.features(images.expand(-1, -1, -1, run.config.image_size))
@@ -91,6 +99,21 @@ def test_weights_are_small_and_those_of_a_recipe(folder):
     assert (features[0] - features[1]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
+def test_weights_are_read_here_and_by_timm(folder):
+    model = vit.from_pretrained(folder, num_classes=0).eval()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True, num_classes=0).eval()
+    side = read_model_config(folder).image_size
+    images = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), theirs(images), atol=1e-5, rtol=1e-4)
+
+
 def test_there_are_recipes_and_weights():
+    """All weights together stay small in the repository, and cover the kinds of pretraining."""
     assert len(RECIPES) >= 4
-    assert len(WEIGHTS) == 2
+    assert len(WEIGHTS) == 6
+    assert sum(path.stat().st_size for path in CONFIGS.glob("weights/*/*")) < 10_000_000
+    tasks = {load_run(folder).task_name for folder in WEIGHTS}
+    assert tasks == {"classify", "dino", "mae", "simclr"}
