@@ -59,8 +59,9 @@ from vit.weights.load_model import open_pretrained
 
 SCRATCH, TOO_SLOW = "from scratch", "too slow for the time"
 VERSION = 1
-ROUND_SHARE, MAX_SHARE = 0.1, 0.25
-"""Shares of the time: of the first round, about, and of all rounds, at most."""
+ROUND_SHARE, FIRST_SHARE, MAX_SHARE = 0.1, 0.2, 0.25
+"""Shares of the time: of the first round, about; what it may take before a network is left out for
+it, since to see none is worse than few images; and of all rounds, at most."""
 MIN_IMAGES, MAX_IMAGES = 100, 6000
 """Images of the first round, unless there are fewer, and of the last one."""
 FINALISTS = 2
@@ -230,12 +231,12 @@ class Tournament:
     def round_sizes(self) -> list[int]:
         """Images of each round; the slowest networks are left out where the time is too short."""
         total, some = len(self.samples), min(MIN_IMAGES, len(self.samples))
-        room = ROUND_SHARE * self.seconds
         networks = [one for one in self.networks.values() if "left_out" not in one]
         networks.sort(key=lambda one: -one["seconds"])
-        while len(networks) > 1 and sum(map(partial(cost, some), networks)) > room:
+        most = FIRST_SHARE * self.seconds
+        while len(networks) > 1 and sum(map(partial(cost, some), networks)) > most:
             networks.pop(0)["left_out"] = TOO_SLOW
-        room -= sum(one["opening"] for one in networks)
+        room = ROUND_SHARE * self.seconds - sum(one["opening"] for one in networks)
         count = int(room / max(sum(one["seconds"] for one in networks), 1e-9))
         sizes, left = [min(max(count, some), total)], len(networks)
         while left > FINALISTS and sizes[-1] < total:
