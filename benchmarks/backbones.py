@@ -5,7 +5,7 @@
     python -m benchmarks.backbones store RUN FOLDER                   of a run, in float16
 
 `cifar10` makes links to the first 4,000 images of each class, as `every`, and of five classes, as
-`five`; the last 1,000 of each class are left for targets.
+`five`; the last 1,000 of each class are left for benchmarks/backbone_selection.py.
 """
 
 import argparse

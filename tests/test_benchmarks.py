@@ -10,10 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binom
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import Ridge
 
 from benchmarks import coverage, group_coverage
 from benchmarks.__main__ import PARTS
+from benchmarks.backbone_selection import Study, lda_accuracy, ridge_accuracy
 from benchmarks.timing import Clock, Comparison, Missing, slug, table, take_turns
 
 ROOT = Path(__file__).parents[1]
@@ -139,3 +143,55 @@ def test_coverage_of_wilsons_interval_is_exact(share, count):
     ]
     expected = binom.pmf(inside, count, share).sum()
     assert coverage.wilson_coverage(share, count) == pytest.approx(expected)
+
+
+def test_scores_of_features_are_those_of_fits_without_the_held_out_images():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(40) % 4
+    features = torch.randn(40, 6, generator=generator) + 1.2 * torch.eye(6)[labels]
+    x = ((features - features.mean(0)) / features.std(0)).double()
+    x = torch.cat([x, torch.ones(40, 1)], 1).numpy()
+    y = np.eye(4)[labels]
+    shares = []
+    for power in range(-6, 7):
+        model = Ridge(alpha=10.0**power * 40, fit_intercept=False)
+        right = [
+            model.fit(np.delete(x, n, 0), np.delete(y, n, 0)).predict(x[[n]]).argmax() == labels[n]
+            for n in range(40)
+        ]
+        shares.append(np.mean(right))
+    assert ridge_accuracy(features, labels, 4) == pytest.approx(max(shares))
+    assert 0.3 < max(shares) < 1
+    # far apart classes are found by any discriminant, and labels by chance by none
+    apart = features + 20 * torch.eye(6)[labels]
+    assert lda_accuracy(apart, labels, 4) == 1
+    assert LinearDiscriminantAnalysis().fit(apart, labels).score(apart, labels) == 1
+    assert lda_accuracy(torch.randn(400, 6, generator=generator), torch.arange(400) % 4, 4) < 0.4
+
+
+def test_the_regret_of_a_rule_is_against_the_best_training():
+    def rows(target: str, top1: dict[str, float], probe: dict[str, float]):
+        at = {"target": target, "seed": 0}
+        for name, value in top1.items():
+            row = {"kind": "training", **at, "candidate": name, "top1": value}
+            yield {**row, "tested": 300, "curve": [value]}
+        for name, value in probe.items():
+            yield {"kind": "scores", **at, "candidate": name, "rows": [
+                {"images": n, **dict.fromkeys(("k-NN", "LDA", "ridge", "probe"), score),
+                 "probe's log-loss": -score} for n, score in ((50, 1 - value), (90, value))
+            ]}  # fmt: skip
+
+    trained = {"a": 0.9, "b": 0.7, "scratch": 0.5}
+    study = Study([
+        *rows("one", trained, {"a": 0.8, "b": 0.6, "random": 0.1}),
+        *rows("two", {**trained, "scratch": 0.94}, {"a": 0.8, "b": 0.6, "random": 0.1}),
+        *rows("unfinished", {"a": 0.9}, {"a": 0.8}),
+    ])  # fmt: skip
+    assert study.places == [("one", 0), ("two", 0)]
+    rules = dict(study.rules())
+    assert rules["probe, all images"] == dict.fromkeys(study.places, "a")
+    assert rules["probe, 50 images"] == dict.fromkeys(study.places, "random")
+    best = rules["validation after 25% of the best two by probe and scratch"]
+    assert [*best.values()] == ["a", "scratch"]
+    assert study.row("x", rules["probe, all images"]) == "| x | 2.00 | 50% | 50% | 4.0 (two) |"
+    assert study.regret(("one", 0), "random") == pytest.approx(40)
