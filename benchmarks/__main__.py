@@ -49,6 +49,7 @@ PARTS = {
     "prediction": "whole_commands",
     "checkpoints": "whole_commands",
     "accuracy": "plan",
+    "accuracy_by_time": "accuracy_by_time",
     "distillation": "distillation",
     "pretraining": "pretraining",
     "coverage": "coverage",
@@ -57,7 +58,7 @@ PARTS = {
 }
 NEED_FILES = (
     *("loading", "prediction", "pretraining"),
-    *("accuracy", "distillation", "coverage", "calibration"),
+    *("accuracy", "accuracy_by_time", "distillation", "coverage", "calibration"),
 )
 LONG = ("attention", "checkpoints", "groups")
 GPU_PARTS = ("forward", "step")
@@ -82,15 +83,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--images", type=Path, help="a folder of images: loading, prediction, pretraining"
     )
-    parser.add_argument("--data", type=Path, help="DATA of vit train: accuracy, distillation")
+    parser.add_argument(
+        "--data", type=Path, help="DATA of vit train: accuracy, accuracy_by_time, distillation"
+    )
     parser.add_argument("--times", nargs="+", default=["60s", "120s", "240s"], help="as --data")
     parser.add_argument(
         "--run", type=Path, help="a run folder: prediction; the teacher: distillation"
     )
     parser.add_argument("--runs", type=Path, nargs="+", help="run folders: coverage, calibration")
-    parser.add_argument("--predictions", type=Path, help="a folder that keeps those of --runs")
+    parser.add_argument(
+        "--predictions",
+        type=Path,
+        help="a folder that keeps those of --runs, or the networks of accuracy_by_time",
+    )
     parser.add_argument("--draws", type=int, default=1000, help="of a simulation: coverage, groups")
     parser.add_argument("--timm-repo", type=Path, help="timm's repository, for its inference.py")
+    parser.add_argument("--yolo", type=Path, help="ultralytics' command: accuracy_by_time")
+    parser.add_argument("--figure", type=Path, help="SVG to write: accuracy_by_time")
     parser.add_argument("--workers", type=int, default=2, help="loader processes")
     parser.add_argument("--gpu", action="store_true", help="GPU tests and parts, one file")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")

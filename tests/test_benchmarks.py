@@ -7,15 +7,18 @@ import sys
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import binom
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 
-from benchmarks import coverage, group_coverage
+from benchmarks import accuracy_by_time, coverage, group_coverage
 from benchmarks.__main__ import PARTS
 from benchmarks.backbone_selection import Study, lda_accuracy, ridge_accuracy
 from benchmarks.timing import Clock, Comparison, Missing, slug, table, take_turns
@@ -86,7 +89,7 @@ def test_every_part_has_its_row_in_the_documentation_and_its_function():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     for part in PARTS:
         assert f"\n| `{part}` |" in page
-    functions = "forward step small startup accuracy coverage calibration groups"
+    functions = "forward step small startup accuracy accuracy_by_time coverage calibration groups"
     for part in functions.split():
         assert callable(getattr(importlib.import_module(f"benchmarks.{PARTS[part]}"), part))
 
@@ -96,6 +99,46 @@ def test_promises_to_groups_are_simulated():
     tables = [*group_coverage.groups(argparse.Namespace(draws=2))]
     assert len(tables) == 5
     assert all(table.count("\n| ") >= 2 for table in tables)
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [{"classes": '["blue", "green", "red"]'}, {"names": "{0: 'blue', 1: 'green', 2: 'red'}"}],
+)
+def test_files_of_other_toolkits_are_measured_by_the_names_of_their_classes(classes, tmp_path):
+    """Each file answers with the strongest channel, of which it sees red first."""
+    float32, side = onnx.TensorProto.FLOAT, accuracy_by_time.SIDE
+    values = onnx.helper.make_tensor_value_info
+    order = onnx.helper.make_tensor("order", onnx.TensorProto.INT64, [3], [2, 1, 0])
+    nodes = [
+        onnx.helper.make_node("ReduceMean", ["images"], ["means"], axes=[2, 3], keepdims=0),
+        onnx.helper.make_node("Gather", ["means", "order"], ["logits"], axis=1),
+    ]
+    graph = onnx.helper.make_graph(
+        nodes,
+        "channels",
+        [values("images", float32, [1, 3, side, side])],
+        [values("logits", float32, [1, 3])],
+        [order],
+    )
+    opset = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(graph, ir_version=9, opset_imports=opset)
+    onnx.helper.set_model_props(model, classes)
+    onnx.save(model, tmp_path / "channels.onnx")
+    for name, colour in {"red": (250, 0, 0), "green": (0, 250, 0), "blue": (0, 0, 250)}.items():
+        (tmp_path / "val" / name).mkdir(parents=True)
+        Image.new("RGB", (120, 90), colour).save(tmp_path / "val" / name / "1.png")
+    (tmp_path / "val" / "red" / "2.png").write_bytes((tmp_path / "val/blue/1.png").read_bytes())
+    figure = tmp_path / "figure.svg"
+    options = argparse.Namespace(rounds=1, cpu_time=False, figure=figure)
+    files = dict.fromkeys(("vit, a, int8", "timm, b"), (tmp_path / "channels.onnx", 60.0))
+    text = accuracy_by_time.measure_files(files, tmp_path / "val", options)
+    first, second = text.splitlines()[2:]
+    assert first.startswith("| vit, a, int8 | 0.0 | 60 | 75.0% (30.1% to 95.4%) | ")
+    assert second.startswith("| timm, b | 0.0 | 60 | 75.0% (")
+    drawn = ElementTree.parse(figure)
+    fills = [one.get("fill") for one in drawn.iter("{http://www.w3.org/2000/svg}circle")]
+    assert fills == ["none", accuracy_by_time.COLOURS[1]]
 
 
 def test_the_name_of_a_machine_fits_into_a_file_name():

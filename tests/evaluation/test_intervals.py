@@ -17,6 +17,7 @@ from vit.evaluation.intervals import (
     jackknife_weights,
     number_groups,
     share_interval,
+    student_tails,
 )
 from vit.evaluation.multilabel_metrics import (
     map_interval,
@@ -261,3 +262,9 @@ def test_intervals_of_several_labels_surround_the_scores():
         value = expected[name.removesuffix("_interval")]
         assert low < value < high
         assert (low + high) / 2 == pytest.approx(value, rel=0.1)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 9.0])
+@pytest.mark.parametrize("degrees", [1.0, 2.0, 3.0, 7.7, 199.0])
+def test_the_p_value_is_that_of_scipys_student_distribution(t, degrees):
+    assert student_tails(t, degrees) == pytest.approx(2 * stats.t.sf(t, degrees), rel=1e-6)

@@ -20,7 +20,6 @@ from vit.evaluation.paired_comparison import (
     compare_all_pairs,
     letters,
     sign_flip_test,
-    student_tails,
 )
 
 UNDECIDED = "not distinguishable"
@@ -212,12 +211,6 @@ def by_map(a, b, targets, groups=None) -> PairedComparison:
     neither = torch.zeros(len(targets), dtype=torch.bool)
     maps = MapScores.of(a, targets, groups), MapScores.of(b, targets, groups)
     return PairedComparison.of_maps(maps, targets, (neither, neither), groups)
-
-
-@pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 9.0])
-@pytest.mark.parametrize("degrees", [3.0, 7.7, 199.0])
-def test_the_p_value_is_that_of_scipys_student_distribution(t, degrees):
-    assert student_tails(t, degrees) == pytest.approx(2 * student.sf(t, degrees), rel=1e-6)
 
 
 def test_difference_and_error_are_those_of_scikit_learn():

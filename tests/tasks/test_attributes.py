@@ -158,7 +158,7 @@ def test_the_tally_adds_batches_up_and_an_unknown_score_is_none():
     totals = [8.0, *(parts[0] + parts[1]).tolist(), 40.0]
     scores = tally.scores(None, totals)
     there = ~labels.isnan()
-    r2 = r2_score(labels[there[:, 0], 0], values[there[:, 0], 0])
+    r2 = r2_score(labels[there[:, 0], 0].numpy(), values[there[:, 0], 0].numpy())
     top1 = accuracy_score(labels[there[:, 1], 1], values[there[:, 1], 1:].argmax(1))
     assert scores == {
         "val_loss": 0.2,

@@ -258,13 +258,6 @@ def _given(args: argparse.Namespace, *kinds: type) -> dict[str, Any]:
     return {name: values[name] for kind in kinds for name in settings_of(kind) if name in values}
 
 
-def count(word: str) -> int:
-    """Parse an integer of at least 0."""
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least 0")
-    return int(word)
-
-
 def positive_int(word: str) -> int:
     """Parse an integer of at least 1."""
     if not word.isdecimal() or int(word) < 1:
@@ -274,17 +267,10 @@ def positive_int(word: str) -> int:
 
 def probability(word: str) -> float:
     """Parse a number in (0, 1]."""
-    if not (number := share(word)):
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
-    return number
-
-
-def share(word: str) -> float:
-    """Parse a number in [0, 1]."""
     with contextlib.suppress(ValueError):
-        if 0 <= (number := float(word)) <= 1:
+        if 0 < (number := float(word)) <= 1:
             return number
-    raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to 1")
+    raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0 and at most 1")
 
 
 def add_json_option(parser: argparse.ArgumentParser, what: str) -> None:

@@ -104,7 +104,7 @@ def console(*first: str) -> None:
 def _end_output(name: str, error: OSError) -> int:
     """Return the exit code where the output has lost its reader, or is full, or a path is refused.
 
-    Without its output, standard output is redirected, so that Python's final flush does not fail.
+    Standard output that cannot be flushed is redirected, else Python's final flush fails too.
     """
     if error.errno in REFUSED_PATH and error.filename is not None:
         print(f"{name}: {printable(error.filename)}: {error.strerror}", file=sys.stderr)
@@ -114,7 +114,10 @@ def _end_output(name: str, error: OSError) -> int:
         if error.errno not in DISK_FULL:
             raise error
         print(f"{name}: the output could not be written: {error.strerror}", file=sys.stderr)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if closed else VitError.exit_code
 
 

@@ -59,7 +59,7 @@ def block_signals() -> Iterator[None]:
 
     One that comes before `start_worker` would kill them. This process gets its own afterwards.
     """
-    if sys.platform == "win32":
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_BY_WORKERS)

@@ -47,6 +47,8 @@ ROUNDING = 1e-12
 """Variance of a mean, as a share of that of an image, up to which groups do not differ."""
 MIN_GROUPS = 5
 """Groups from which on their images tell something about others."""
+STUDENT_STEPS = 4000
+"""Intervals of the integral of Student's density."""
 
 
 def number_groups(names: Sequence[str]) -> Tensor:
@@ -105,6 +107,19 @@ def student_quantile(degrees: float) -> float:
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / d + second / d**2 + third / d**3
+
+
+def student_tails(t: float, degrees: float) -> float:
+    """P(|T| >= t) of Student's distribution: with T = sqrt(degrees) tan x, x has the density
+    cos(x)^(degrees - 1), which is integrated by Simpson's rule."""
+    start = math.atan(t / math.sqrt(degrees))
+    values = torch.linspace(start, math.pi / 2, STUDENT_STEPS + 1, dtype=torch.float64).cos()
+    values = values.clamp(min=0.0).pow(degrees - 1)
+    weights = torch.ones_like(values)
+    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
+    tail = float((weights * values).sum()) * (math.pi / 2 - start) / STUDENT_STEPS / 3
+    half = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(math.pi) / 2
+    return min(2 * tail * math.exp(half), 1.0)
 
 
 RESAMPLES, FEWEST_RESAMPLES = 1000, 200

@@ -70,6 +70,7 @@ from vit.evaluation.intervals import (
     jackknife_weights,
     share_interval,
     student_quantile,
+    student_tails,
 )
 from vit.evaluation.multilabel_metrics import (
     MAX_WORK,
@@ -84,8 +85,6 @@ POWER = 0.8
 UNDECIDED = "not distinguishable"
 MAX_RUNS = len(ascii_uppercase)
 """Classifiers that are compared at once: each has a letter."""
-STEPS = 4000
-"""Intervals of the integral of Student's density."""
 MAX_IMAGES = 48
 
 
@@ -470,16 +469,3 @@ def fair_coins(times: int) -> NDArray[np.float64]:
     logs = np.array([math.lgamma(heads + 1) for heads in range(times + 1)])
     chances: NDArray[np.float64] = np.exp(logs[-1] - logs - logs[::-1] - times * math.log(2))
     return chances
-
-
-def student_tails(t: float, degrees: float) -> float:
-    """P(|T| >= t) of Student's distribution: with T = sqrt(degrees) tan x, x has the density
-    cos(x)^(degrees - 1), which is integrated by Simpson's rule."""
-    start = math.atan(t / math.sqrt(degrees))
-    values = torch.linspace(start, math.pi / 2, STEPS + 1, dtype=torch.float64).cos()
-    values = values.clamp(min=0.0).pow(degrees - 1)
-    weights = torch.ones_like(values)
-    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
-    tail = float((weights * values).sum()) * (math.pi / 2 - start) / STEPS / 3
-    half = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - math.log(math.pi) / 2
-    return min(2 * tail * math.exp(half), 1.0)

@@ -41,6 +41,7 @@ from vit.config.stored_config import PATHS, has_stored_config, located, stored_c
 from vit.config.training_config import download_limit
 from vit.errors import ConfigError, RunError
 from vit.evaluation.exact_tests import wilson_interval
+from vit.evaluation.intervals import student_tails
 from vit.evaluation.metric_rows import metric_of
 from vit.text import printable
 from vit.training.checkpoint.run_folder import (
@@ -260,28 +261,13 @@ def interval(
 def t_quantile(share: float, freedom: int) -> float:
     """Quantile of Student's t distribution at `share`, above a half; by bisection."""
     low, high = 0.0, 1.0
-    while t_cdf(high, freedom) < share:
+    while student_tails(high, freedom) > 2 * (1 - share):
         high *= 2
-    for _ in range(100):
+    for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, freedom) < share else (low, middle)
+        above = student_tails(middle, freedom) > 2 * (1 - share)
+        low, high = (middle, high) if above else (low, middle)
     return (low + high) / 2
-
-
-def t_cdf(value: float, freedom: int) -> float:
-    """Student's t distribution function at a `value` of at least 0.
-
-    Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(value / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for at in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (at - 1) / at
-    inside = (angle + sine * total) * 2 / math.pi if odd else sine * total
-    return (1 + inside) / 2
 
 
 def fold_runs(folder: Path) -> list[Path]:

@@ -165,9 +165,8 @@ def group_finder(config: Config, accelerator: Accelerator, resumed: Path | None)
     def find(records: Sequence[ImageRecord], root: Path) -> FoundGroups:
         named = FoundGroups() if given is None else given(records, root)
         # too large to read twice, or no score
-        if config.data.tiles or config.training.pretrains or len(records) > MAX_COMPARED:
-            return named
-        if named.sources:
+        unread = config.data.tiles or config.training.pretrains or len(records) > MAX_COMPARED
+        if unread or named.sources:
             return named
         found = on_main(accelerator, lambda: find_groups(records, root, seconds=seconds))
         return found if given is None else named._replace(backgrounds=found.backgrounds)

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from vit.config import Config
 from vit.data.dataset import Batch
 from vit.data.random_seed import random_seed
 from vit.errors import RunError
@@ -146,16 +145,12 @@ def step_over_processes(
 
 
 def choose_patch_size(run: TrainingContext) -> None:
-    """Set the patch size of this step."""
+    """Draw the patch size of this step, the same on all processes and after a resume."""
     patches = run.network.patch_embed
     if isinstance(patches, FlexiblePatchEmbedding):
-        patches.current_patch_size = patch_size_at(run.config, run.step)
-
-
-def patch_size_at(config: Config, step: int) -> int:
-    """The patch size drawn for a step, the same on all processes and after a resume."""
-    sizes = config.model.training_patch_sizes
-    return sizes[random_seed(config.training.seed, "patch size", step) % len(sizes)]
+        sizes, seed = run.config.model.training_patch_sizes, run.config.training.seed
+        number = random_seed(seed, "patch size", run.step)
+        patches.current_patch_size = sizes[number % len(sizes)]
 
 
 def sync_gradients(run: TrainingContext, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -378,7 +378,10 @@ def model_card(
         "tags": ["image-classification", "vision-transformer", LIBRARIES[to]],
     }
     if pretrained.license:
-        front |= license_metadata(pretrained.license)
+        short = re.fullmatch(r"[a-z0-9.-]+", pretrained.license)
+        front["license"] = pretrained.license if short else "other"
+        if not short:
+            front["license_name"] = pretrained.license
     front |= hub_metadata(source, name, best if with_scores else None)
     parts = [
         f"# {printable(Path(source).name)}",
@@ -420,13 +423,6 @@ def hub_metadata(source: str | os.PathLike[str], name: str, best: Event | None) 
         of = {"task": {"type": TASKS[True]}, "dataset": {"name": Path(data).name, "type": kind}}
         found["model-index"] = [{"name": name, "results": [{**of, "metrics": scores}]}]
     return found
-
-
-def license_metadata(license_: str) -> dict[str, str]:
-    """License fields of the hub's front matter: a short identifier, or `other` with its name."""
-    if re.fullmatch(r"[a-z0-9.-]+", license_):
-        return {"license": license_}
-    return {"license": "other", "license_name": license_}
 
 
 def best_event(run: Path) -> Event | None:

@@ -154,7 +154,7 @@ def serialize_model(
     state = {name: tensor.detach().float() for name, tensor in weights.items()}
     pretraining: dict[str, Tensor] = {}
     if config.training.pretrains:
-        state, pretraining = split_pretraining(state)
+        state, pretraining = split_decoder(state, PROJECTOR)
     check_fit(state, meta_model(settings, decoder))
     own: dict[str, Any] = {
         "version": VERSION,
@@ -307,16 +307,13 @@ def from_timm(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     return ours
 
 
-def split_decoder(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a state dict into the tensors of the encoder and of the decoder."""
-    decoder = {name: tensor for name, tensor in state.items() if name.startswith(DECODER)}
-    return {name: tensor for name, tensor in state.items() if name not in decoder}, decoder
-
-
-def split_pretraining(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split a state dict into the tensors of the encoder and those that only pretraining uses."""
-    only = {name: value for name, value in state.items() if name.startswith((DECODER, PROJECTOR))}
-    return {name: tensor for name, tensor in state.items() if name not in only}, only
+def split_decoder(
+    state: Mapping[str, Tensor], *others: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Split a state dict into the tensors of the encoder and of the decoder, with those of `others`
+    (prefixes of names)."""
+    apart = {name: value for name, value in state.items() if name.startswith((DECODER, *others))}
+    return {name: tensor for name, tensor in state.items() if name not in apart}, apart
 
 
 def read_config(folder: Path) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vit.config import AugmentConfig, Config, ModelConfig
+from vit.config import AugmentConfig, Config
 from vit.config.data_config import CHANNEL_SETTINGS, WHOLE
 from vit.config.presets import preset
 from vit.config.setting_layers import all_settings, flatten, make_config, with_effect
@@ -22,7 +22,6 @@ from vit.config.settings import refuse, why_unread
 from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
 from vit.config.training_config import NO_PROBE
 from vit.data.dataset_types import Splits
-from vit.data.preprocessing import Preprocessing
 from vit.data.sources.split_file import HeldOutSplit, read_split
 from vit.errors import ConfigError
 from vit.evaluation.classification_metrics import ClassChange
@@ -83,7 +82,9 @@ def complete_for_weights(
         found["epochs"] = config.training.epochs
     if source.preprocessing is not None:
         found |= {name: getattr(source.preprocessing, name) for name in FROM_PREPROCESSING}
-        found |= pretrained_image_size(source.config, source.preprocessing)
+        height, width = source.preprocessing.image_size  # maybe not that of the position embedding
+        if height == width and height % source.config.patch_size == 0:
+            found["image_size"] = height
     channels = channel_settings(config, source, notify)
     if {**found, **{name: chosen[name] for name in config.settled}}.get("resize") in WHOLE:
         found["crop_share"] = 1.0
@@ -286,13 +287,6 @@ def check_unused_settings(config: Config, method: str, usual: Mapping[str, Any])
         if method in unused_by and chosen[name] != left_out:
             methods = tuple(each for each in ("linear", "lora", "full") if each not in unused_by)
             refuse(name, chosen[name], why_unread({"method": method}, {"method": methods}))
-
-
-def pretrained_image_size(config: ModelConfig, preprocessing: Preprocessing) -> dict[str, int]:
-    """Image size of the preprocessing, which may differ from that of the position embedding."""
-    height, width = preprocessing.image_size
-    fits = height == width and height % config.patch_size == 0
-    return {"image_size": height} if fits else {}
 
 
 def preset_sizes(config: Config, source: Pretrained) -> dict[str, int]:
