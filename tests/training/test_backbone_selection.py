@@ -286,6 +286,7 @@ def test_a_short_time_fits_a_head_alone_from_python(offline, photos, tmp_path, m
     monkeypatch.setattr(ALWAYS, lambda *_: True)
     put_in_cache()
     chosen = {"data": str(photos), "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
+    assert vit.plan({**chosen, "method": "probe"})[0].finetune.weights == VIT_TINY.source
     result = vit.train(make_config(chosen), tmp_path / "run")
     config = yaml.safe_load((result.folder / "config.yaml").read_text())
     assert (config["method"], config["time"]) == ("probe", None)
@@ -307,15 +308,48 @@ def test_without_a_network_that_knows_something_it_trains_from_scratch(
     assert ("training from scratch: no network is better than with shuffled" in printed) == random
     assert yaml.safe_load(Path("runs/new/config.yaml").read_text())["weights"] is None
     assert main([*words, "--out", "runs/new", "--resume"]) == 0
-    # it has learned these labels, so it is no candidate
+    # it has learned these labels, so it is no candidate, by whichever name the images come
+    lines = [f"{path},{path.parent.name}" for path in sorted(photos.rglob("*.*"))]
+    (photos / "list.csv").write_text("\n".join(["file_name,label", *lines]))
+    assert main(["plan", str(photos / "list.csv"), "--weights", "auto"]) == 0
+    (photos / "list.csv").unlink()
+    line = "runs/new is left out: it, or a run that it began with, has learned labels of these"
+    assert line in capsys.readouterr().err
     assert main(["train", str(photos), "--weights", "auto", "--epochs", "1", "-j", "0"]) == 0
     printed = capsys.readouterr().err
-    assert "runs/new is left out: it has learned the labels of these images" in printed
+    assert line in printed
     assert "not on this disk: timm/" in printed
     assert main(["models", "--try", str(photos)]) == (0 if random else 2)
+    assert main(["models", "vit_*", "--try", str(photos)]) == 2
     lora = ["train", str(photos), "--weights", "auto", "--method", "lora", "--epochs", "1"]
     # which needs weights, whatever they know
     assert main([*lora, "-j", "0", "--out", "runs/lora"]) == (0 if random else 2)
+
+
+@pytest.mark.auto_precision
+@pytest.mark.usefixtures("known_speed")
+def test_one_image_of_a_group_and_none_for_validation_is_compared(
+    offline, grey, tmp_path, tiny_run, monkeypatch
+):
+    shutil.copytree(tiny_run, "runs/untrained")
+    paths = sorted(grey.rglob("*.png"))
+    lines = [f"{path},{path.parent.name},{int(path.stem) // 3}" for path in paths]
+    (grey / "list.csv").write_text("\n".join(["file_name,label,patient", *lines]))
+    seen, original = [], selection.Tournament.__init__
+
+    def init(self, *given, **more):
+        original(self, *given, **more)
+        seen.extend(sample.path for sample in self.samples)
+
+    monkeypatch.setattr(selection.Tournament, "__init__", init)
+    monkeypatch.setattr(selection.Tournament, "run", lambda _: None)
+    monkeypatch.setattr(selection.Tournament, "summary", lambda _: {})
+    words = {"weights": "auto", "group": "patient", "workers": 0, "epochs": 1}
+    result = vit.train(grey / "list.csv", out=tmp_path / "run", **words)
+    held_out = json.loads((result.folder / "split.json").read_text())["val"]
+    patients = [int(Path(path).stem) // 3 for path in seen]
+    assert len(patients) == len({*patients}) > 8
+    assert not {*patients} & {int(Path(path).stem) // 3 for path in held_out}
 
 
 @pytest.mark.auto_precision

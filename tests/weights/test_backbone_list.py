@@ -113,17 +113,19 @@ def write_timm(folder: Path, terms: str | None = "apache-2.0") -> None:
 
 
 def test_the_cache_and_folders_are_seen_offline(here):
-    assert find_backbones("photos") == ([], [])
+    assert find_backbones("photos", Path("photos")) == ([], [])
     home = VIT_TINY.repository.cache
     write_timm(home / "snapshots" / "0123abc")
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("0123abc")
-    assert find_backbones("photos") == ([VIT_TINY], [])
+    assert find_backbones("photos", Path("photos")) == ([VIT_TINY], [])
     # an unfinished download is not taken, and a folder as `hf download` makes it is
     (home / "snapshots" / "0123abc" / "model.safetensors").unlink()
-    assert find_backbones("photos") == ([], [])
+    assert find_backbones("photos", Path("photos")) == ([], [])
     write_timm(Path(name_of(VIT_TINY)))
-    assert find_backbones("photos")[0] == [dataclasses.replace(VIT_TINY, source=name_of(VIT_TINY))]
+    assert find_backbones("photos", Path("photos"))[0] == [
+        dataclasses.replace(VIT_TINY, source=name_of(VIT_TINY))
+    ]
 
 
 def test_a_folder_under_other_terms_is_not_taken(here):
@@ -132,7 +134,7 @@ def test_a_folder_under_other_terms_is_not_taken(here):
     write_timm(Path("runs/unknown"), terms=None)
     write_timm(Path("runs/mine"))
     Path("runs/other").mkdir()
-    found, lines = find_backbones("photos")
+    found, lines = find_backbones("photos", Path("photos"))
     assert [(one.source, one.image_size, one.license) for one in found] == [
         ("runs/mine", 32, "apache-2.0")
     ]

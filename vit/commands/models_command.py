@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.data is not None:
+        if args.pretrained or args.pattern != "*":
+            raise ConfigError("--try DATA measures all at hand: leave PATTERN and --pretrained out")
         return try_backbones(args)
     for name, value in {"time": settings_from_args(args).get("time"), "json": args.json}.items():
         if value is not None:
@@ -56,7 +58,7 @@ def try_backbones(args: argparse.Namespace) -> int:
         from vit.training.plan import plan_training
 
     _, plan = plan_training(Settings(flag=chosen))
-    if plan.backbones is None:
+    if not plan.backbones:
         raise ConfigError(f"--try {args.data}: no network was measured, as the lines above say")
     print_result("\n".join(table_lines(plan.backbones)), args.json, plan.backbones)
     return 0

@@ -29,14 +29,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from vit.atomic_files import write_text
+from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
 from vit.config.setting_layers import Settings, make_config, with_settings
 from vit.data.dataset_types import Sample, Splits
 from vit.data.image_archives import split_address
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
-from vit.errors import BadImage, VitError
+from vit.errors import BadImage, ConfigError, VitError
 from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.paired_comparison import UNDECIDED, PairedComparison
 from vit.text import ignore, join_names, percent, plural
@@ -167,7 +167,8 @@ class Tournament:
         text = json.dumps(self.record, allow_nan=False)
 
         def write() -> None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with explain_write_errors(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, text)
 
         on_main(self.accelerator, write)
@@ -185,14 +186,20 @@ class Tournament:
                 number += 1
             record["images"] = record["images"][: max(number, 1)]
             record["chosen"] = self.decide()
-            self.save()
+            if any(network["right"] for network in self.networks.values()):
+                self.save()
         return self.choices.get(record["chosen"])
 
     def measure_speeds(self) -> None:
-        """Measure the seconds of an image with each network, and leave out what cannot be read."""
+        """Measure the seconds of an image with each network, the smallest first, and leave out what
+        cannot be read or comes too late."""
         device, processes = self.accelerator.device, self.accelerator.num_processes
         count = TIMED_IMAGES if device.type == "cpu" else batch_size(device)
-        for source, network in self.networks.items():
+        for source in sorted(self.networks, key=self.size):
+            network = self.networks[source]
+            if self.measured(self.began) > ROUND_SHARE * self.seconds:
+                network["left_out"] = TOO_SLOW
+                continue
             began = self.clock()
             extractor = self.open(source)
             if extractor is None:
@@ -210,8 +217,12 @@ class Tournament:
     def open(self, source: str, *, shuffled: bool = False) -> Extractor | None:
         """The network as a training would begin with it; None if it cannot be read."""
         named = {"weights": source, "image_size": self.choices[source].image_size}
+        layers = {
+            origin: {n: v for n, v in layer.items() if n != "time"}  # which no probe reads
+            for origin, layer in self.chosen.layers.items()
+        }
         try:
-            config = make_config(Settings(**{**self.chosen.layers, "plan": named}))
+            config = make_config(Settings(**{**layers, "plan": named}))
             config = with_settings(config, num_classes=self.classes)
             pretrained = open_pretrained(source)
             config = complete_for_weights(config, pretrained)
@@ -307,9 +318,13 @@ class Tournament:
         ranked = self.ranked(last)
         while ranked and self.scratch and not self.knows_images(ranked[0]):
             self.networks[ranked.pop(0)]["left_out"] = "no better than with shuffled weights"
-        if not ranked:
+        if not ranked and not self.scratch:
             late = [s for s, one in self.networks.items() if one.get("left_out") == TOO_SLOW]
-            return SCRATCH if self.scratch or not late else min(late, key=self.size)
+            if not late:
+                raise ConfigError("weights=auto: none of the weights at hand can be read")
+            return min(late, key=self.size)
+        if not ranked:
+            return SCRATCH
         best = self.networks[ranked[0]]["right"][last - 1]
         tied = [s for s in ranked if is_tie(best, self.networks[s]["right"][last - 1])]
         self.record["tied"] = tied if len(tied) > 1 else []
@@ -355,7 +370,9 @@ class Tournament:
         """What was chosen, and what the next best would give."""
         chosen, tied = self.record["chosen"], self.record.get("tied")
         if chosen == SCRATCH:
-            return "training from scratch: no network is better than with shuffled weights"
+            known = any("shuffled" in network for network in self.networks.values())
+            why = "no network is better than with shuffled weights"
+            return f"training from scratch: {why if known else 'no network could be measured'}"
         ranked = self.ranked(len(self.record["images"]))
         others = [one for one in ranked if one != chosen]
         last = len(self.record["images"]) - 1
@@ -365,10 +382,13 @@ class Tournament:
             return f"{chosen}, and no other network was measured with as many images"
         found = paired(*answers)
         low, high = (100 * end for end in found.interval)
+        shuffled = [one["shuffled"] for one in self.networks.values() if "shuffled" in one]
+        late = "; the time was too short for shuffled weights" if None in shuffled else ""
         tie = f"a tie of {join_names(tied)}, of which the smallest is taken: " if tied else ""
         return (
             f"{tie}{chosen}; {others[0]} would give {100 * found.difference:+.1f} points (95 % "
             f"interval {low:+.1f} to {high:+.1f}; a linear head, {plural(found.count, 'image')})"
+            f"{late}"
         )
 
 

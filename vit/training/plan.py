@@ -37,7 +37,7 @@ from vit.data.image_io import check_header, read_pixels, read_size
 from vit.data.intensity_range import choose_channels
 from vit.data.preprocessing import Preprocessing
 from vit.data.sources.dataset_spec import DatasetSpec
-from vit.data.sources.open_dataset import Listing, text_targets
+from vit.data.sources.open_dataset import Listing, image_groups, text_targets
 from vit.errors import BadImage, ConfigError, RunError
 from vit.evaluation.model_summary import cost_of
 from vit.model.build import assemble_decoder
@@ -86,6 +86,7 @@ from vit.training.plan_weights import (
 )
 from vit.training.settings_from_data import (
     check_channels,
+    group_finder,
     list_data,
     open_data,
     refuse_for_channels,
@@ -201,24 +202,33 @@ def plan_training(
     check_channels(values.get("channels", 3), values.get("value_type"))
     accelerator = make_accelerator(config.run)
     listing = list_data(config) if listing is None else listing
-    splits = open_data(config, listing, compare=False)
+    # networks are compared without the validation images of the training itself
+    groups = group_finder(config, accelerator, None) if pretrained else None
+    splits = open_data(config, listing, compare=pretrained, find_groups=groups)
     # what does not fit the task is refused before anything is measured
     get_task(config.training.task).check_data(config, splits, lambda _line: None)
     run = pretraining_run(values)
     network = {} if run is None else architecture_settings(*run)
     one_class = config.training.single_label and not splits.multilabel
     if pretrained:
-        facts, choice, found = choose_backbone(chosen, values, config, splits, accelerator)
+        facts, choice, found = choose_backbone(
+            chosen, values, config, splits, listing.spec, accelerator
+        )
         named = None if choice is None else choice.weights.source
         layers = {
             origin: {n: named if n == "weights" else v for n, v in layer.items()}
             for origin, layer in chosen.layers.items()
         }
+        compared = {}
+        if splits.made and config.data.folds is None:  # no image of the comparison validates
+            compared = {"val_share": config.data.val_share}
+        layers["task"] = compared | layers["task"]
         if choice is None or pretraining_run(Settings(**layers)):
             config, plan = plan_training(Settings(**layers), listing)
-            plan.backbones = found
+            plan.backbones = found or {}
             return config, plan
-        plan = plan_weights(facts, values, choice, one_class=one_class)
+        plan = plan_weights(facts, compared | values, choice, one_class=one_class)
+        plan.choices |= {name: Choice(value, "as compared") for name, value in compared.items()}
         plan.backbones = found
     elif run is not None:
         facts = facts_of(config, splits, accelerator, {**network, **values})
@@ -240,6 +250,7 @@ def choose_backbone(
     values: Mapping[str, Any],
     config: Config,
     splits: Splits,
+    spec: DatasetSpec,
     accelerator: Accelerator,
 ) -> tuple[Facts, WeightsChoice | None, dict[str, Any] | None]:
     """The facts, the weights for `--weights auto`, None for training from scratch, and what was
@@ -247,7 +258,7 @@ def choose_backbone(
     notify, limit = notifier(accelerator), download_limit(values["weights"]) or 0
     one_class = config.training.single_label and not splits.multilabel
     alone = {name: value for name, value in values.items() if name != "weights"}
-    found, lines = on_main(accelerator, partial(find_backbones, config.data.data))
+    found, lines = on_main(accelerator, partial(find_backbones, config.data.data, splits.root))
     path = record_file(config, splits, alone, found, accelerator)
     record = on_main(accelerator, partial(read_record, path))
     if record is None:
@@ -261,7 +272,7 @@ def choose_backbone(
     others = [one for one in LISTED if Path(one.source).name not in here]
     others = [one for one in others if (choice := rules.choose(one)) is not None and choice.fits]
     if limit:
-        limit -= sum(int(1e6 * one.megabytes) for one in found if one in LISTED)
+        limit -= sum(int(1e6 * one.megabytes) for one in found if one.paper)
         fetched, more = on_main(accelerator, partial(fetch_backbones, others, limit))
         found, lines = [*found, *fetched], [*lines, *more]
         if fetched:
@@ -275,12 +286,19 @@ def choose_backbone(
         why = f"training from scratch sees {least} px or more"
         lines += [f"{o.source} is left out: {why}" for o in found if o.image_size < least]
         found = [one for one in found if one.image_size >= least]
-    for line in lines:
-        notify(f"weights=auto: {line}")
+    measurable = one_class and not facts.channels and not config.data.tiles
+    if not measurable:  # what is not on the list may know nothing of these images
+        why = "only networks of the list are taken unmeasured"
+        lines += [f"{one.source} is left out: {why}" for one in found if not one.paper]
+        found = [one for one in found if one.paper]
     choices = [choice for one in found if (choice := rules.choose(one)) is not None]
     choices.sort(key=lambda one: (rules.methods.index(one.method), -one.weights.megabytes))
     cheapest = sorted(choices, key=lambda one: one.seconds)[:1]
     choices = [one for one in choices if one.fits] or cheapest
+    for source in sorted({one.source for one in found} - {one.weights.source for one in choices}):
+        lines.append(f"{source} is left out: its patches do not fit, or the time is too short")
+    for line in lines:
+        notify(f"weights=auto: {line}")
     if not choices and not scratch:
         remedy = others[0].repository.fetch_command() if others else "a smaller image_size"
         raise ConfigError(
@@ -289,12 +307,18 @@ def choose_backbone(
         )
     if not choices:
         return facts, None, None
-    if not one_class or facts.channels or config.data.tiles:
+    if not measurable:
         notify(
             "weights=auto: not measured, which takes one class an RGB image: the largest that fits"
         )
         return facts, choices[0], None
     record = record or {"version": VERSION, "speeds": [facts.flops, facts.timed]}
+    spec = dataclasses.replace(spec, groups=splits.groups)
+    names = image_groups(spec, [sample.path for sample in splits.train]) or []
+    if names:  # one image of each: its copies in other folds would be right with any network
+        own = {name or n: n for n, name in reversed([*enumerate(names)])}
+        kept = tuple(splits.train[n] for n in sorted(own.values()))
+        splits = dataclasses.replace(splits, train=kept)
     tournament = Tournament(
         *(record, path, choices, chosen, config, splits, accelerator),
         seconds=planned_seconds(facts),
@@ -665,7 +689,7 @@ def from_scratch_note(plan: Plan) -> list[str]:
     without = plan.facts.captions is not None or plan.get("task") in PRETRAINING_TASKS
     if plan.facts.side <= TINY_SIDE or without or "weights" in plan.chosen:
         return []
-    if plan.backbones is not None:  # they were measured
+    if plan.backbones is not None:  # the answer of weights=auto
         return []
     return [
         "note: this trains from scratch; for most photographs pretrained weights are better: "

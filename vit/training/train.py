@@ -344,7 +344,7 @@ def claim_run_folder(
         claimed()
     if new:
         write_new_run(folder, config, splits)
-        if backbones is not None:
+        if backbones:
             text = json.dumps(backbones, indent=1, allow_nan=False) + "\n"
             write_text(folder / BACKBONES_FILE, text)
     record_environment(folder)

@@ -8,7 +8,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 from vit.config.setting_layers import RUNS
-from vit.config.stored_config import has_stored_config, stored_config
+from vit.config.stored_config import has_stored_config, run_folder_of, stored_config
+from vit.data.sources.split_file import read_split
 from vit.errors import ConfigError, RunError, WeightsError
 from vit.weights import hub
 from vit.weights.load_model import read_source_config
@@ -95,9 +96,10 @@ LISTED = tuple(
 )
 
 
-def find_backbones(data: str) -> tuple[list[Backbone], list[str]]:
+def find_backbones(data: str, root: Path) -> tuple[list[Backbone], list[str]]:
     """Those on this disk, and a line for each that is left out: of the list in the hub's cache or
-    in a folder of their name, and in the folders of ./runs, for a training on `data`."""
+    in a folder of their name, and in the folders of ./runs, for a training on `data`, whose images
+    are below `root`."""
     found, left_out = [], []
     for weights in LISTED:
         for source in (weights.source, weights.source.removeprefix(TIMM)):
@@ -107,7 +109,7 @@ def find_backbones(data: str) -> tuple[list[Backbone], list[str]]:
                 break
     for file in sorted(Path(RUNS).glob("*/model.safetensors")):
         try:
-            found.append(read_own(file, data))
+            found.append(read_own(file, data, root))
         except (ConfigError, RunError, WeightsError) as error:
             left_out.append(f"{file.parent} is left out: {error}")
     return found, left_out
@@ -124,16 +126,11 @@ def is_listed(weights: Backbone, source: str) -> bool:
     return found.kind == "timm" and found.name.partition(".")[0] == name and terms in PERMISSIVE
 
 
-def read_own(file: Path, data: str) -> Backbone:
-    """The weights in a folder of ./runs, unless they know labels of `data` already."""
+def read_own(file: Path, data: str, root: Path) -> Backbone:
+    """The weights in a folder of ./runs, unless they may know labels of `data` already."""
     found, config = locate_weights(file.parent), read_source_config(file.parent)
-    if has_stored_config(file.parent):
-        before = stored_config(file.parent)
-        if (
-            not before.training.pretrains
-            and Path(before.data.data).resolve() == Path(data).resolve()
-        ):
-            raise WeightsError("it has learned the labels of these images")
+    if learned_labels(file.parent, data, root):
+        raise WeightsError("it, or a run that it began with, has learned labels of these images")
     if config.channels != 3:
         raise WeightsError(f"it is for images of {config.channels} channels")
     if found.kind != "run" and (found.license or "").lower() not in PERMISSIVE:
@@ -147,10 +144,28 @@ def read_own(file: Path, data: str) -> Backbone:
     )
 
 
+def learned_labels(run: Path, data: str, root: Path) -> bool:
+    """Whether `run`, or one that it began with or was taught by, has learned labels of images of
+    `data`, or of a folder that has those below `root`, or is among them."""
+    if not has_stored_config(run):
+        return False
+    config, split = stored_config(run), read_split(run)
+    theirs = Path(config.data.data).resolve()
+    folder = split.root.resolve() if split else theirs
+    near = folder == root.resolve() or folder in root.resolve().parents
+    near = near or root.resolve() in folder.parents or theirs == Path(data).resolve()
+    earlier = filter(None, (config.finetune.weights, config.values()["teacher"]))
+    return (near and not config.training.pretrains) or any(
+        learned_labels(Path(run_folder_of(one)), data, root) for one in earlier
+    )
+
+
 def fetch_backbones(choices: Iterable[Backbone], limit: int) -> tuple[list[Backbone], list[str]]:
     """Download those of `choices` that `limit` bytes are enough for; also a line for a failure."""
     found, lines = [], []
     choices = [weights for weights in choices if 1e6 * weights.megabytes <= limit]
+    if not choices:
+        lines.append(f"nothing is fetched: the list has no other of {max(limit, 0) / 1e6:.0f} MB")
     if choices and (reason := hub.offline_reason(offline=None) or hub.unreachable_reason()):
         return [], [f"nothing is fetched: {reason}"]
     for weights in choices:

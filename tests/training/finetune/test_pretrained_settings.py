@@ -119,12 +119,15 @@ def test_assumed_colours_are_printed(mark, given, mean, said, colour_data, tmp_p
     assert [said in line for line in about] == ([True] if said else [])
 
 
+@pytest.mark.parametrize("origins", [None, {"drop_path": "data"}])
 @pytest.mark.parametrize("given", [{}, {"drop_path": 0.0}])
-def test_a_default_that_does_not_suit_the_weights_is_left_out(given):
+def test_a_default_that_does_not_suit_the_weights_is_left_out(given, origins):
     """Stochastic depth, a default of fine-tuning, needs two blocks."""
     chosen = {"data": "photos", "weights": "r", **given}
     weights, notes = source(**{**SIZES, "depth": 1}), []
-    found = complete_for_weights(make_config(chosen), weights, notes.append)
+    config = make_config(chosen)
+    config = dataclasses.replace(config, origins=(origins or {}) | config.origins)
+    found = complete_for_weights(config, weights, notes.append)
     assert (found.model.drop_path, found.training.layer_decay) == (0.0, 0.75)
     assert len(notes) == (not given)
     assert all("without the default drop_path=0.1: " in note for note in notes)

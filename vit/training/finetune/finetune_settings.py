@@ -153,8 +153,10 @@ def with_defaults(
         if error.setting not in defaults:
             raise
         notify(f"note: without the default {error}")
-        left = {name: value for name, value in settings.items() if name != error.setting}
-        return with_defaults(left, {*defaults} - {error.setting}, origins, notify)
+        left, left_origins = dict(settings), dict(origins)
+        del left[error.setting]
+        left_origins.pop(error.setting, None)
+        return with_defaults(left, {*defaults} - {error.setting}, left_origins, notify)
 
 
 def complete_for_added_classes(
