@@ -161,4 +161,6 @@ def test_downloads_stay_within_their_limit_and_a_failure_is_named(monkeypatch):
     assert 150 < sum(one.megabytes for one in found) <= 200
     monkeypatch.setattr(hub, "unreachable_reason", lambda: "the hub cannot be reached")
     assert fetch_backbones(LISTED, 10**9) == ([], ["nothing is fetched: the hub cannot be reached"])
-    assert fetch_backbones(LISTED, 1000) == ([], [])
+    assert fetch_backbones(LISTED, 10**6)[1] == [
+        "nothing is fetched: the list has no other of 1 MB"
+    ]

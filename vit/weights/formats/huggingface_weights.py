@@ -9,6 +9,7 @@ keep the names of version 4: `in_files` is the spelling of files, `in_memory` th
 in memory, which some files have as well.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,6 +52,8 @@ from vit.weights.formats.state_dict_names import (
     to_float32,
 )
 
+MAX_POSITIONS = 2**20
+"""Patches of an image above which a configuration is taken to be damaged."""
 SHORT = ("q", "k", "v")
 BLOCK_BIAS = f"blocks.{{b}}.attn.rel_pos.{BIAS_TABLE}"
 Patterns = tuple[tuple[str, str], ...]
@@ -493,6 +496,9 @@ def _check(config: ModelConfig, state: State) -> None:
         raise WeightsError(
             f"num_hidden_layers={config.depth}, but there are only {len(state)} tensors"
         )
+    positions = math.prod(config.grid)
+    if positions > MAX_POSITIONS:
+        raise WeightsError(f"config.json asks for an impossible network: {positions:,} patches")
     try:
         model = meta_model(config)
         if config.position == "sinusoidal_2d":
