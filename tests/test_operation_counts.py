@@ -221,6 +221,7 @@ OLD_TORCH = (
 """What torch 2.8 imports itself."""
 
 
+@pytest.mark.slow
 def test_a_prediction_and_a_training_import_only_what_they_need(tiny_run, tiny_data, tmp_path):
     image = next(Path(tiny_data).rglob("*.*"))
     words = [str(word) for word in (tiny_run, image, tmp_path / "run")]

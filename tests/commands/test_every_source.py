@@ -73,12 +73,13 @@ COMMANDS = {
 }
 
 
-# An export takes seconds.
+# These take seconds, or a second each: two sources are enough for the next edit.
+SLOW = {"export": (), "train": ("run", "timm"), "check": ("run", "timm")}
 EVERY = [
     pytest.param(
         command,
         source,
-        marks=[pytest.mark.slow] if command == "export" else [],
+        marks=[] if source in SLOW.get(command, (source,)) else [pytest.mark.slow],
         id=f"{command}-{source}",
     )
     for command in COMMANDS

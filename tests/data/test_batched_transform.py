@@ -318,6 +318,7 @@ def test_a_shift_uncovers_the_mean_of_each_channel():
     assert ((corners - fill).abs() < 1e-4).all(1).any(1).all()
 
 
+@pytest.mark.slow
 def test_channel_jitter_has_the_distribution_of_single_images():
     strength, spec, count = 0.6, spec_of("float32"), 1000
     image = channel_images("float32")[0][:16, :16]

@@ -231,6 +231,7 @@ def test_kappa_of_few_grades():
     assert np.isnan(kappa((1, 1), (1, 1)))
 
 
+@pytest.mark.slow
 def test_interval_of_kappa_equals_that_of_scipy():
     generator = np.random.default_rng(0)
     true = generator.integers(0, 5, 200)

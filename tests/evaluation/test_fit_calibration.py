@@ -102,6 +102,7 @@ def test_few_images_allow_only_the_set_of_all_classes():
     assert every.prediction_set(range(3), [0.9, 0.06, 0.04], 0.9) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_sets_by_class_cover_each_class_on_its_own():
     """A class that the network knows badly is covered too; sets of all classes together miss it."""
     covered = torch.zeros(2, 4, dtype=torch.float64)

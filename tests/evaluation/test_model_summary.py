@@ -192,6 +192,7 @@ def test_memory_adds_up():
     assert fixed.memory.weights == 4 * (fixed.parameters + 10 * 32)
 
 
+@pytest.mark.slow
 def test_fused_attention_keeps_no_scores():
     """Kept bytes are linear in tokens with the fused kernel, and quadratic with dropout inside."""
 
@@ -208,6 +209,7 @@ def test_the_largest_needs_no_memory():
     assert cost_of(config, batch_size=4096).memory.training > 1e12
 
 
+@pytest.mark.slow
 def test_memory_of_training_is_that_of_the_smallest_patches():
     options = {"image_size": 48, "num_classes": 5}
     multilabel = cost_of(changed(**options, patch_sizes=(4, 16)), batch_size=3).memory

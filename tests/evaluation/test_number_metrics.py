@@ -56,6 +56,7 @@ def test_undefined_scores_are_none():
     assert set(summarize_numbers(same[:0], same[:0]).values()) == {0, None}
 
 
+@pytest.mark.slow
 def test_intervals_are_those_of_draws_of_the_images():
     """The statistics of weights are those of the images that a draw repeats: scipy's bootstrap."""
     predicted, true = draw_numbers(120, 0, step=7.3)

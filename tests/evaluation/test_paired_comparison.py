@@ -145,6 +145,7 @@ def draw_groups(random: np.random.Generator, better: float = 0.0) -> tuple[torch
     return torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(groups)
 
 
+@pytest.mark.slow
 def test_false_alarms_and_intervals_of_groups():
     random = np.random.default_rng(0)
     alarms, held = {"groups": 0, "images": 0}, {"groups": 0, "images": 0}

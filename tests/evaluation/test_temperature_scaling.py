@@ -92,6 +92,7 @@ def test_the_calibration_error_of_other_images_falls_by_more_than_half(temperatu
     assert calibrated["per_class"] == raw["per_class"]
 
 
+@pytest.mark.slow
 def test_few_images_leave_the_exponent_near_1(monkeypatch):
     """Without the prior it varies more, and so does the loss of other images."""
     spread, loss = [], []

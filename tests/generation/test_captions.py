@@ -174,6 +174,7 @@ def test_keep_aspect_needs_an_encoder_with_sequence_packing(tmp_path):
         Predictor(folder, keep_aspect=True)
 
 
+@pytest.mark.slow
 def test_another_patch_size_changes_the_encoder_only(both, input_images):
     plain = Predictor(both, precision="fp32")(input_images, top_k=3)
     assert Predictor(both, precision="fp32", patch_size=8)(input_images, top_k=3) == plain

@@ -337,6 +337,7 @@ def test_the_plot_shows_the_preprocessed_image(tiny_run, tmp_path, resize, expla
     assert red < 0.02 if resize == "crop" else 0.6 < red < 0.7
 
 
+@pytest.mark.slow
 def test_maps_are_computed_in_float32_and_independent_of_the_batch(tiny_run, input_images, explain):
     """The digits depend neither on the precision of the predictions nor on neighbours."""
 

@@ -137,7 +137,9 @@ def test_the_losses_equal_those_computed_directly(captioner, captioned_data):
     assert own != pytest.approx(others, rel=1e-4)
 
 
-@pytest.fixture(scope="module", params=["caption", "classify,caption"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("caption", marks=pytest.mark.slow), "classify,caption"]
+)
 def trained(request, captioned_data, tmp_path_factory):
     """A short training, and the event of its best epoch."""
     folder = tmp_path_factory.mktemp("trained") / "run"

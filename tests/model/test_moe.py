@@ -220,6 +220,7 @@ def test_looped_linear_equals_a_linear_layer_for_each_group():
     assert torch.autograd.gradcheck(grouped_linear.looped_linear, (x, weight, bias, fewer))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own
 def test_custom_operators_pass_torch_s_opcheck():
     x, weight, bias, counts = groups()

@@ -153,6 +153,7 @@ def numbered_block(first, images=64):
     return Block(first, images, rows, rows * 3, totals={"images": first + images})
 
 
+@pytest.mark.slow
 def test_a_process_killed_again_and_again_loses_and_doubles_nothing(tmp_path):
     output = ResumableOutput(str(tmp_path / "a.txt"))
     context, images = multiprocessing.get_context("spawn"), 0

@@ -119,6 +119,7 @@ def test_a_killed_replica_is_replaced_and_every_row_is_right(exported, files, pr
     assert server.log.read_text().endswith("vit serve: stopped\n")
 
 
+@pytest.mark.slow
 @needs_proc
 def test_connections_wait_for_the_next_replica_and_none_outlives_the_supervisor(
     exported, files, tmp_path

@@ -116,6 +116,7 @@ def test_answers_are_the_deepest_nodes_that_reach_the_threshold(run, data):
     assert {0, 1} <= kinds
 
 
+@pytest.mark.slow
 def test_an_exported_file_gives_the_same_answers_without_the_run(run, exported, data):
     own = vit.Predictor(run, device="cpu", precision="fp32")(images_of(data))
     theirs = vit.Predictor(exported)(images_of(data))

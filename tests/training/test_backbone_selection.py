@@ -175,7 +175,9 @@ def test_a_quarter_of_the_time_is_enough(grey, tmp_path, seconds):
     assert (left_out == TOO_SLOW) == (seconds < 4000)
 
 
-@pytest.mark.parametrize("kill_after", [30, 150, 300, 420])
+@pytest.mark.parametrize(
+    "kill_after", [150, *(pytest.param(one, marks=pytest.mark.slow) for one in (30, 300, 420))]
+)
 def test_killed_at_any_moment_the_same_network_wins(grey, tmp_path, kill_after):
     names = ["good", "fair", "random"]
     whole = FakeTournament(grey, tmp_path / "c", names, seconds=60.0)
@@ -295,7 +297,7 @@ def test_a_short_time_fits_a_head_alone_from_python(offline, photos, tmp_path, m
 
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
-@pytest.mark.parametrize("random", [True, False])
+@pytest.mark.parametrize("random", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_without_a_network_that_knows_something_it_trains_from_scratch(
     offline, photos, tmp_path, capsys, tiny_run, random
 ):
@@ -326,6 +328,7 @@ def test_without_a_network_that_knows_something_it_trains_from_scratch(
     assert main([*lora, "-j", "0", "--out", "runs/lora"]) == (0 if random else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_one_image_of_a_group_and_none_for_validation_is_compared(

@@ -181,6 +181,7 @@ def test_the_loss_is_that_of_the_words_alone():
     )
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_stays_and_a_slow_one_is_slow(caption_config, colour_run, tmp_path):
     def moved(**changes: Any) -> dict[str, float]:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -210,6 +211,7 @@ def colour_run(tmp_path_factory, caption_data, tiny_config) -> Path:
     return train_here(tiny_config(**SHORT, data=str(caption_data), pooling="mean"), out).folder
 
 
+@pytest.mark.slow
 def test_a_captioner_goes_on_from_a_captioner_and_becomes_a_classifier(
     learned, caption_config, tmp_path, capsys
 ):

@@ -202,6 +202,7 @@ def test_settings_that_do_not_fit_are_refused(deep_data, config_of, tmp_path, se
     assert str(caught.value).startswith((next(iter(settings)), "--channels", str(deep_data)))
 
 
+@pytest.mark.slow
 def test_a_cache_of_channels_gives_the_same_network(deep_data, deep_run, config_of, tmp_path):
     for kind in ("disk", "device"):
         folder = str(tmp_path / f"{kind}.images")
@@ -259,6 +260,7 @@ def test_values_that_are_not_finite_are_refused(config_of, tmp_path):
         train(config_of(data, epochs=1), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
     out = tmp_path / "run"
     train(config_of(deep_data, epochs=1, channel_order=("3", "0")), out)
@@ -285,7 +287,7 @@ def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_o
         assert load_run(out).config.channels == len(more.get("channel_order", range(4)))
 
 
-@pytest.mark.parametrize("names", [(), NAMES])
+@pytest.mark.parametrize("names", [(), pytest.param(NAMES, marks=pytest.mark.slow)])
 def test_weights_of_three_channels_train_on_four(deep_data, tiny_run, tmp_path, capsys, names):
     run, weights = load_run(tiny_run), tmp_path / "weights"
     weights.mkdir()
@@ -364,6 +366,7 @@ def test_names_that_differ_are_told_or_refused(config_of, tmp_path, capsys):
     assert load_run(tmp_path / "run").preprocessing.channels.names == ()
 
 
+@pytest.mark.slow
 def test_names_of_the_user_are_those_of_files_without(deep_data, config_of, tmp_path):
     train(config_of(deep_data, epochs=1, channel_order=NAMES), tmp_path / "run")
     assert load_run(tmp_path / "run").preprocessing.channels.names == NAMES

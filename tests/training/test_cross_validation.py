@@ -89,6 +89,7 @@ def test_folds_resume_from_any_folder(tiny_config, colour_data, tmp_path, monkey
         assert weights.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
     random = np.random.default_rng(0)
     for name, level in (("dark", 900), ("light", 3000)):
@@ -296,6 +297,7 @@ def fold_runs(finished_folds, tmp_path):
     return [tmp_path / f"folds/fold-{fold}" for fold in (1, 2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_folds_of_pretrained_weights_make_one_network(fold_runs, colour_data, tmp_path, capfd):
     soup = tmp_path / "folds/soup"
@@ -317,6 +319,7 @@ def test_folds_of_pretrained_weights_make_one_network(fold_runs, colour_data, tm
     assert [run.name for run in vit.runs(tmp_path / "folds").runs] == ["fold-1", "fold-2", "fold-3"]
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_network_of_all_folds_has_the_temperature_of_unseen_images(
     fold_runs, tmp_path, monkeypatch
@@ -374,6 +377,7 @@ def together(states):
     return {name: [state[name] for state in states] for name in states[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_network_of_all_folds_stays_until_a_fold_is_trained_again(
     fold_runs, finished_folds, config, tmp_path, monkeypatch

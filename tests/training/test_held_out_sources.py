@@ -84,6 +84,7 @@ def test_backgrounds_stand_for_sources_that_nothing_tells_apart(rooms, tiny_conf
     assert (found["images"], found["sources"], found["by"]) == (36, 0, "background")
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_groups_that_a_user_names_are_new_sources(rooms, tiny_config, tmp_path):
     settings = {"data": str(rooms), **SHORT, "val_share": 0.4, "group": r"(room\d+)_"}
@@ -109,6 +110,7 @@ def test_folds_have_whole_sources(rooms, tiny_config, tmp_path):
     assert len(set.union(*rooms_of)) == sum(map(len, rooms_of)) == ROOMS
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_what_the_weights_have_not_seen_stays_unseen(rooms, tiny_config, tmp_path):
     settings = {"data": str(rooms), **SHORT, "val_share": 0.4}

@@ -262,6 +262,7 @@ def test_two_processes_equal_one(config, tmp_path):
     assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_rows_of_folds_have_the_score_of_every_class(config, tmp_path):
     record = vit.cross_validate(config(folds=2), out=tmp_path / "folds")

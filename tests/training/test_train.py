@@ -131,7 +131,7 @@ def test_a_training_leaves_a_run_folder(tiny_config, tmp_path):
     assert len(find_checkpoints(result.folder / "checkpoints")) == 2
 
 
-@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize("step", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_result(tiny_config, tmp_path, undisturbed, step):
     with signalled_at(step) as stopped:
         train(tiny_config(), tmp_path / "parts")
@@ -618,6 +618,7 @@ def test_one_call_with_data_and_settings_trains_as_the_config(
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_the_settings_of_a_run_train_on_one_class_more(tiny_config, colour_data, tmp_path):
     """As the command does: nobody chose what the data had decided."""

@@ -72,7 +72,7 @@ def expected(folder, tmp_path_factory):
     return train_on(folder, tmp_path_factory.mktemp("run") / "run")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [as_shards, as_parquet])
 def test_the_same_images_from_any_source_give_the_same_training(
     make, workers, folder, expected, tmp_path, isolated_cache

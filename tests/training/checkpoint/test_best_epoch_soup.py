@@ -176,6 +176,7 @@ def test_a_run_keeps_its_best_epochs_and_averages_them(tiny_config, tmp_path, ca
     assert result.val_top1 == (last if last["better"] else expected[0])["val_top1"]
 
 
+@pytest.mark.slow
 def test_a_soup_after_an_interruption_is_the_same(tiny_config, tmp_path):
     config = tiny_config(epochs=5, keep_best=3, soup=True, patience=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -111,6 +111,7 @@ def is_noticed(path: Path, content: bytes) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_every_changed_byte_of_a_checkpoint_is_noticed(stopped, tmp_path):
     newest = find_checkpoints(stopped / "checkpoints")[0]
     raw, draw, copy = newest.read_bytes(), random.Random(0), tmp_path / newest.name
@@ -125,6 +126,7 @@ def test_every_changed_byte_of_a_checkpoint_is_noticed(stopped, tmp_path):
     assert [name for name, content in damaged.items() if not is_noticed(copy, content)] == []
 
 
+@pytest.mark.slow
 def test_a_damaged_header_is_noticed_wherever_it_is(stopped, tmp_path):
     newest = find_checkpoints(stopped / "checkpoints")[0]
     raw, copy = newest.read_bytes(), tmp_path / newest.name

@@ -356,6 +356,7 @@ def test_double_precision(colour_data, tmp_path):
     torch.testing.assert_close(double, Watched(tmp_path)(samples).values, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_digits_are_told_apart_by_an_untrained_network(tmp_path):
     splits = open_splits(str(digits_folder(tmp_path)), val_share=0.2, seed=0)
     watched = Watched(tmp_path)

@@ -35,6 +35,9 @@ from vit.training.train import train
 from vit.training.trainer import Trainer
 from vit.weights.saved_model import load_run
 
+SLOW_LORA = pytest.param(
+    {"method": "lora", "lora_rank": 2, "ema": 0.5}, marks=pytest.mark.slow, id="lora"
+)
 BODY = ("blocks.0.attn.qkv.weight", "patch_embed.proj.weight", "norm.bias")
 
 
@@ -124,16 +127,14 @@ def test_without_a_method_the_probe_comes_first_and_is_epoch_0(fine, capfd):
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "settings", [{"method": "lora", "lora_rank": 2}, {}, {"method": "probe"}], ids=str
-)
+@pytest.mark.parametrize("settings", [SLOW_LORA, {}, {"method": "probe"}], ids=str)
 def test_the_written_config_repeats_the_run(fine, tmp_path, settings):
     first = fine("first", **settings)
     stored = read_settings(first / "config.yaml")
     assert equal_models(first, train(make_config(stored), tmp_path / "again").folder)
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "lora", "lora_rank": 2, "ema": 0.5}], ids=str)
+@pytest.mark.parametrize("settings", [{}, SLOW_LORA], ids=str)
 def test_an_interrupted_run_goes_on_without_the_weights_it_began_from(
     fine, backbone, tmp_path, settings
 ):
@@ -168,6 +169,7 @@ def four_colours(colour_data, tmp_path) -> Path:
     return data
 
 
+@pytest.mark.slow
 def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
     four_colours, backbone, tmp_path, capfd, monkeypatch
 ):
@@ -200,7 +202,7 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
 
 
 @pytest.mark.usefixtures("known_speed")
-@pytest.mark.parametrize("memory", [0, 1 << 30])
+@pytest.mark.parametrize("memory", [0, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_a_training_goes_on_with_the_share_and_the_cache_of_the_run(
     colour_data, tmp_path, monkeypatch, memory
 ):
@@ -293,6 +295,7 @@ def test_validation_images_that_the_weights_may_have_learned_are_counted(
     assert f"note: {number} of {len(now)} validation images were" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_signal_while_epoch_0_is_measured_loses_nothing(fine, tmp_path):
     whole, cut, measure = fine("whole"), tmp_path / "cut", Trainer.measure_start
 
@@ -309,6 +312,7 @@ def test_a_signal_while_epoch_0_is_measured_loses_nothing(fine, tmp_path):
     assert equal_models(whole, cut)
 
 
+@pytest.mark.slow
 def test_an_average_begins_with_the_probe_s_head(fine):
     for precision in ("fp32", "fp64"):
         folder = fine(precision, precision=precision, ema=0.9)

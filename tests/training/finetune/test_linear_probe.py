@@ -202,6 +202,7 @@ def test_large_data_are_held_out_once(monkeypatch):
     assert "held out once" in probe_summary(head, correct=9, total=10)[1]
 
 
+@pytest.mark.slow
 def test_blocks_change_nothing(monkeypatch):
     features, labels = draw(70, 9, 3)
     whole = fit_probe(features, labels, 5, seed=0)

@@ -46,6 +46,7 @@ def fine(colour_data, dense, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_experts_start_equal_to_the_dense_run_and_diverge(fine, dense, capfd):
     one = fine("dense", feedforward=None, num_experts=None)
     assert "upcycled" not in capfd.readouterr().err
@@ -71,6 +72,7 @@ def test_a_run_resumes_exactly_without_the_dense_one(fine, dense, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_the_written_config_repeats_the_run(fine, tmp_path):
     first = fine(layer_decay=0.5, shared_expert=True)
     stored = read_settings(first / "config.yaml")
