@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from tests.slow_cases import mostly_slow
 from vit.evaluation.exact_tests import wilson_interval
 from vit.evaluation.new_sources import FAR, MEAN_LOSS, _expected, measure_new_sources
 
@@ -70,7 +71,7 @@ def test_the_tail_joins(far):
     assert spread == pytest.approx(variance / 2, rel=0.1)
 
 
-@pytest.mark.parametrize(("held_out", "size"), [(3, 60), (8, 40), (40, 8)])
+@pytest.mark.parametrize(("held_out", "size"), mostly_slow([(8, 40), (3, 60), (40, 8)]))
 def test_the_interval_holds_the_accuracy_on_as_many_other_sources(held_out, size):
     """Sources with accuracies of a beta distribution, 25 of them trained on."""
     random, inside = np.random.default_rng(0), []

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
+from tests.slow_cases import mostly_slow
 from vit.errors import ConfigError
 from vit.evaluation.fit_calibration import describe_calibration, fit_calibration
 from vit.evaluation.selective_prediction import (
@@ -256,7 +257,7 @@ def slow_threshold(confidences, wrong_from, tested, target, groups):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mostly_slow(range(12)))
 def test_answers_that_change_with_the_threshold_equal_counts_made_anew(seed, grouped):
     generator = torch.Generator().manual_seed(seed)
     images = 900

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from tests.inference.captioners import save_captioner
+from tests.slow_cases import mostly_slow
 from vit.errors import ConfigError, WeightsError
 from vit.generation import generate
 from vit.generation.generation_config import Search
@@ -89,7 +90,9 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize("search", SEARCHES, ids=["greedy", "beams", "drawn", "penalised"])
+@pytest.mark.parametrize(
+    "search", mostly_slow(SEARCHES, 2), ids=["greedy", "beams", "drawn", "penalised"]
+)
 def test_captions_do_not_depend_on_batches_or_unreadable_images(
     run, input_images, bad_images, search
 ):

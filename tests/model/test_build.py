@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from tests.slow_cases import mostly_slow
 from vit.config import Config, ModelConfig
 from vit.config.presets import PRESETS
 from vit.data.preprocessing import Preprocessing
@@ -136,7 +137,7 @@ def test_every_option_accepts_other_image_sizes_and_has_attention_maps(options):
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, tokens))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", mostly_slow(PRESETS))
 def test_every_preset_has_the_parameters_of_timm(name):
     with torch.device("meta"):
         ours, theirs = create_model(name), timm.create_model(name, num_classes=1000)

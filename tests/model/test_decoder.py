@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from tests.slow_cases import mostly_slow
 from vit.config import DecoderConfig, ModelConfig
 from vit.model import layers, normalization
 from vit.model.build import assemble_decoder, build_classifier
@@ -123,7 +124,7 @@ def test_the_option_combinations_cover_every_pair():
         assert pairs == {*product(CROSSED[first], CROSSED[second])}
 
 
-@pytest.mark.parametrize("options", MIXTURES, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(MIXTURES), ids=str)
 @torch.inference_mode()
 def test_logits_do_not_depend_on_the_cache_the_future_or_other_rows(options):
     model, ids, memory = decoder(**options).double(), some_ids(), some_memory().double()

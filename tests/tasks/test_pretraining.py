@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import vit
+from tests.slow_cases import mostly_slow
 from tests.training import children
 from tests.training.runs import events
 from vit.commands.main import main
@@ -61,7 +62,7 @@ def test_a_folder_without_classes_gives_a_run(pretrained, method):
     assert ("What it predicts" in page) == (method == "mae")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, 4))
 def test_a_cut_run_continues_to_the_same_bytes(pretrained, config_of, tmp_path, method):
     step = Trainer.after_step
 

@@ -10,6 +10,7 @@ from sklearn.metrics import recall_score
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
+from tests.slow_cases import mostly_slow
 from tests.training.runs import events
 from vit.config.setting_layers import make_config
 from vit.data.dataset_types import Sample
@@ -146,7 +147,7 @@ def test_an_event_says_by_what_the_best_epoch_is_chosen():
 
 
 @pytest.mark.auto_precision
-@pytest.mark.parametrize("balance", ["loss", "sampler", "logit-adjust"])
+@pytest.mark.parametrize("balance", mostly_slow(["loss", "sampler", "logit-adjust"]))
 def test_a_balanced_training_chooses_by_balanced_accuracy(
     tiny_config, colour_data, tmp_path, balance, capsys
 ):

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import vit
+from tests.slow_cases import mostly_slow
 from tests.training.runs import ON_CPU, SIZES, assert_equal_runs, events
 from vit.commands.main import main
 from vit.config.setting_layers import make_config
@@ -81,7 +82,15 @@ def test_weights_of_one_change_nothing(listed, tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"balance": "loss"}, {"balance": "logit-adjust"}, {"task": "multilabel"}, {"own": True}],
+    mostly_slow(
+        [
+            {},
+            {"balance": "loss"},
+            {"own": True},
+            {"balance": "logit-adjust"},
+            {"task": "multilabel"},
+        ]
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("mixed", [{}, {"mixup": 1.0}])

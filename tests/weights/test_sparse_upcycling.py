@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vit
+from tests.slow_cases import mostly_slow
 from tests.weights.parity import build
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
@@ -61,7 +62,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("moe_every", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", mostly_slow(SHAPES), ids=str)
 def test_answers_as_the_dense_network(pretrained, shape, moe_every, dtype):
     source = pretrained()
     config = experts(source, moe_every=moe_every, **shape)

@@ -76,9 +76,9 @@ def same(one: Path, other: Path, names=BODY) -> bool:
     [
         ("full", {}),
         ("linear", {}),
-        ("lora", {"lora_rank": 2}),
+        pytest.param("lora", {"lora_rank": 2}, marks=pytest.mark.slow),
         ("lora", {"lora_rank": 2, "lora_targets": "fc1, fc2", "ema": 0.5}),
-        ("lora", {"lora_rank": 2, "probe_first": True}),
+        pytest.param("lora", {"lora_rank": 2, "probe_first": True}, marks=pytest.mark.slow),
         ("probe", {}),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
+from tests.slow_cases import mostly_slow
 from tests.weights.parity import build
 from vit.errors import WeightsError
 from vit.model.layers import ACTIVATIONS as OURS
@@ -478,7 +479,7 @@ ODD = [
 ALL_PARTS = (CLASSIFIER, "registers gated", "dinov3", "siglip", "siglip 2", "tips", "aim", "radio")
 
 
-@pytest.mark.parametrize("name", ALL_PARTS)
+@pytest.mark.parametrize("name", mostly_slow(ALL_PARTS))
 def test_tensors_of_any_other_shape_are_refused(name, saved):
     config, state = saved(name)
     # and blocks that are as the first

@@ -9,6 +9,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import nn
 
+from tests.slow_cases import mostly_slow
 from tests.weights.parity import build
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
@@ -150,7 +151,7 @@ def saved(folder: Path, config: ModelConfig, model: nn.Module) -> str:
     return f"local-dir:{folder}"
 
 
-@pytest.mark.parametrize("options", OPENS + UNPACKED, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(OPENS + UNPACKED), ids=str)
 def test_timm_gives_the_same_logits_and_its_weights_are_read_back(options, tmp_path, randomise):
     torch.manual_seed(0)  # with few networks, the largest difference of random ones is above 1e-5
     settings = ModelConfig(**{**SMALL, **options})

@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 
+from tests.slow_cases import mostly_slow
 from tests.weights.formats.test_timm_weights import SMALL, read, small_state
 from tests.weights.parity import parity_error
 from vit.errors import WeightsError
@@ -100,7 +101,7 @@ PARITY = [
 ]
 
 
-@pytest.mark.parametrize(("name", "args"), PARITY, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "args"), mostly_slow(PARITY), ids=lambda value: str(value))
 def test_logits_equal_timms(name, args, randomise):
     args = {**SMALL, "num_classes": 7, **args}
     if name.startswith("naflex"):
