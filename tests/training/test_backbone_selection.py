@@ -31,7 +31,6 @@ from vit.training.backbone_selection import (
     Tournament,
     read_record,
     shuffle_weights,
-    stratified_order,
 )
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.feature_extraction import Extractor
@@ -158,10 +157,7 @@ def test_halving_gives_the_better_half_twice_the_images(grey, tmp_path, monkeypa
     assert later
     counts = [len(played.networks[name]["right"]) for name in names]
     assert counts[:2] == [1 + len(later)] * 2
-    assert counts[3:] == [1, 1]
-    # each beginning of the images has the share of each class
-    labels = [sample.label for sample in played.samples[:40]]
-    assert {labels.count(label) for label in range(CLASSES)} == {10}
+    assert sorted(counts)[:3] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0, 4000.0])
@@ -220,11 +216,17 @@ def test_shuffled_weights_keep_their_values():
     assert not torch.equal(model.blocks[0].attn.qkv.weight, before["blocks.0.attn.qkv.weight"])
 
 
-def test_images_without_a_label_take_no_part(grey):
-    config = make_config({"data": str(grey)})
-    samples = open_data(config, list_data(config), compare=False).train
-    some = [dataclasses.replace(samples[0], label=-1), *samples[1:]]
-    assert len(stratified_order(some, seed=0)) == len(samples) - 1
+def test_images_without_a_label_take_no_part(grey, tmp_path, monkeypatch):
+    real = open_data
+
+    def with_unlabelled(*args, **options):
+        splits = real(*args, **options)
+        first, *others = splits.train
+        return dataclasses.replace(splits, train=(dataclasses.replace(first, label=-1), *others))
+
+    whole = FakeTournament(grey, tmp_path / "c", ["good"]).samples
+    monkeypatch.setitem(FakeTournament.__init__.__globals__, "open_data", with_unlabelled)
+    assert FakeTournament(grey, tmp_path / "d", ["good"]).samples == whole[1:]
 
 
 # ----------------------------------------------------------------------------- with files

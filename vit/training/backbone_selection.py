@@ -21,7 +21,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
 from vit.config.setting_layers import Settings, make_config, with_settings
-from vit.data.dataset_types import Sample, Splits
+from vit.data.dataset_types import Splits
 from vit.data.image_archives import split_address
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
@@ -50,20 +50,20 @@ from vit.training.finetune.feature_extraction import (
     weights_digest,
 )
 from vit.training.finetune.finetune_settings import complete_for_weights, merged_state_dict
-from vit.training.finetune.linear_probe import held_out_answers
+from vit.training.finetune.linear_probe import held_out_answers, stratified_subset
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_weights import WeightsChoice
 from vit.training.setup import make_network
-from vit.weights.backbone_list import Backbone, license_name
+from vit.weights.backbone_list import license_name
 from vit.weights.load_model import open_pretrained
 
 SCRATCH, TOO_SLOW = "from scratch", "too slow for the time"
-VERSION = 1
-ROUND_SHARE, FIRST_SHARE, MAX_SHARE = 0.1, 0.2, 0.25
-"""Shares of the time: of the first round, about; what it may take before a network is left out for
-it, since to see none is worse than few images; and of all rounds, at most."""
+VERSION = 2
+ROUNDS_SHARE, MAX_SHARE = 0.2, 0.25
+"""Shares of the time: of the rounds as planned, half of it at most to measure speeds; and of all
+with shuffled weights, at most."""
 MIN_IMAGES, MAX_IMAGES = 100, 6000
-"""Images of the first round, unless there are fewer, and of the last one."""
+"""Images of the first round, unless there are fewer or many classes, and of the last one."""
 FINALISTS = 2
 """Networks with which the rounds end."""
 TIE = 0.01
@@ -72,28 +72,27 @@ TIMED_IMAGES = 4
 """Images that the speed of a network is measured with on a CPU."""
 
 Record = dict[str, Any]
-"""What is known: `speeds` of the plan, seconds `spent`, `images` of each round; of each of the
-`networks`, by source, seconds of an image, and the answers of each round; `chosen`, `tied`."""
+"""What is known: `speeds` of the plan, the `entrants`, seconds `spent`, `images` of each round; of
+each of the `networks`, by source, seconds of an image, and the answers of each round; the `ranking`
+of the last round, `chosen`, `tied`."""
 
 
 def record_file(
-    config: Config,
-    splits: Splits,
-    values: Mapping[str, Any],
-    found: Sequence[Backbone],
-    accelerator: Accelerator,
+    config: Config, splits: Splits, values: Mapping[str, Any], accelerator: Accelerator
 ) -> Path:
-    """The file of what is known about the networks `found` for these images and settings."""
-    images = {(split_address(sample.path) or (sample.path,))[0] for sample in splits.train}
-    paths = [*sorted(images), *(weights.source for weights in found)]
-    stats = [(s.st_size, s.st_mtime_ns) for s in map(os.stat, filter(os.path.exists, paths))]
+    """The file of what is known about networks for these images and settings."""
+    files = sorted({(split_address(sample.path) or (sample.path,))[0] for sample in splits.train})
     labels = [(sample.path, sample.label) for sample in splits.train]
-    networks = [(one.source, one.megabytes) for one in found]
     machine = [accelerator.device.type, accelerator.num_processes, os.cpu_count(), os.getcwd()]
-    question = [VERSION, stats, labels, len(splits.val), networks, dict(values), machine]
+    question = [VERSION, versions(files), labels, len(splits.val), dict(values), machine]
     text = json.dumps(question, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
     return feature_folder(config) / f"selection-{digest[:32]}.json"
+
+
+def versions(paths: Iterable[str]) -> list[list[int]]:
+    """Size and time of each file or folder that is there."""
+    return [[s.st_size, s.st_mtime_ns] for s in map(os.stat, filter(os.path.exists, paths))]
 
 
 def read_record(path: Path) -> Record | None:
@@ -102,21 +101,6 @@ def read_record(path: Path) -> Record | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) and found.get("version") == VERSION else None
     return None
-
-
-def stratified_order(samples: Sequence[Sample], *, seed: int) -> list[Sample]:
-    """Labelled samples in an order of which each beginning has about the same share of a class."""
-    generator = torch.Generator().manual_seed(random_seed(seed, "selection"))
-    by_class: dict[int, list[int]] = {}
-    for place in torch.randperm(len(samples), generator=generator).tolist():
-        if samples[place].label >= 0:
-            by_class.setdefault(samples[place].label, []).append(place)
-    ranks = {
-        place: (rank + 0.5) / len(own)
-        for own in by_class.values()
-        for rank, place in enumerate(own)
-    }
-    return [samples[place] for place in sorted(ranks, key=lambda one: (ranks[one], one))]
 
 
 class Tournament:
@@ -143,15 +127,19 @@ class Tournament:
         scratch: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.record, self.path, self.chosen, self.config = record, path, chosen, config
+        self.path, self.chosen, self.config = path, chosen, config
         self.choices = {choice.weights.source: choice for choice in choices}
-        self.networks: dict[str, Record] = record.setdefault(
-            "networks", {source: {"right": []} for source in self.choices}
-        )
+        self.record = record
+        entrants = [[source, *versions([source])] for source in self.choices]
+        if record.get("entrants") != entrants:
+            networks: dict[str, Record] = {source: {"right": []} for source in self.choices}
+            self.record = {name: record[name] for name in ("version", "speeds")}
+            self.record |= {"entrants": entrants, "networks": networks}
+        self.networks: dict[str, Record] = self.record["networks"]
         self.classes, self.scratch, self.seconds = len(splits.classes), scratch, seconds
-        self.samples = stratified_order(splits.train, seed=config.training.seed)[:MAX_IMAGES]
+        self.samples = [sample for sample in splits.train if sample.label >= 0]
         self.accelerator, self.clock, self.notify = accelerator, clock, notifier(accelerator)
-        self.began: float = clock() - record.setdefault("spent", 0.0)
+        self.began: float = clock() - self.record.setdefault("spent", 0.0)
 
     def measured(self, began: float) -> float:
         """Seconds since `began`, the same on all processes."""
@@ -181,10 +169,7 @@ class Tournament:
                 self.measure_speeds()
                 record["images"] = self.round_sizes()
                 self.save()
-            number = 0
-            while number < len(record["images"]) and self.play(number):
-                number += 1
-            record["images"] = record["images"][: max(number, 1)]
+            record["ranking"] = self.play()
             record["chosen"] = self.decide()
             if any(network["right"] for network in self.networks.values()):
                 self.save()
@@ -197,7 +182,7 @@ class Tournament:
         count = TIMED_IMAGES if device.type == "cpu" else batch_size(device)
         for source in sorted(self.networks, key=self.size):
             network = self.networks[source]
-            if self.measured(self.began) > ROUND_SHARE * self.seconds:
+            if self.measured(self.began) > ROUNDS_SHARE / 2 * self.seconds:
                 network["left_out"] = TOO_SLOW
                 continue
             began = self.clock()
@@ -241,51 +226,45 @@ class Tournament:
 
     def round_sizes(self) -> list[int]:
         """Images of each round; the slowest networks are left out where the time is too short."""
-        total, some = len(self.samples), min(MIN_IMAGES, len(self.samples))
+        total = min(len(self.samples), MAX_IMAGES)
+        room = ROUNDS_SHARE * self.seconds - self.measured(self.began)
+        least = min(max(MIN_IMAGES, 4 * self.classes), total)
         networks = [one for one in self.networks.values() if "left_out" not in one]
         networks.sort(key=lambda one: -one["seconds"])
-        most = FIRST_SHARE * self.seconds
-        while len(networks) > 1 and sum(map(partial(cost, some), networks)) > most:
+        while len(networks) > 1 and room < sum(
+            one["opening"] + least * one["seconds"] for one in networks
+        ):
             networks.pop(0)["left_out"] = TOO_SLOW
-        room = ROUND_SHARE * self.seconds - sum(one["opening"] for one in networks)
-        count = int(room / max(sum(one["seconds"] for one in networks), 1e-9))
-        sizes, left = [min(max(count, some), total)], len(networks)
-        while left > FINALISTS and sizes[-1] < total:
-            left = math.ceil(left / 2)
-            sizes.append(min(2 * sizes[-1], total))
-        return sizes
+        halvings = max(math.ceil(math.log2(max(len(networks), 1) / FINALISTS)), 0)
+        room -= 2 * sum(one["opening"] for one in networks)  # each round opens half as many
+        each = (1 + halvings / 2) * sum(one["seconds"] for one in networks)
+        first = max(int(room / max(each, 1e-9)), least)
+        return sorted({min(first << number, total) for number in range(halvings + 1)})
 
-    def play(self, number: int) -> bool:
-        """Measure the networks of a round; False where the time is not enough, of the first one
-        only for those that it leaves out."""
-        sizes, sources = self.record["images"], self.ranked(number)
-        missing = [one for one in sources if len(self.networks[one]["right"]) <= number]
-        if number and missing:
-            fresh = sizes[number] - sizes[number - 1]
-            needed = cost(sizes[0], self.networks[sources[0]])  # with shuffled weights
-            needed += sum(cost(fresh, self.networks[one]) for one in missing)
-            if self.measured(self.began) + needed > MAX_SHARE * self.seconds:
-                return False
-        for source in missing:
-            right, network = self.answers(source, sizes[number]), self.networks[source]
-            if right is not None:
-                network["right"].append(right)
-                self.save()
-            elif number and "left_out" not in network:
-                return False
-            else:
-                network.setdefault("left_out", TOO_SLOW)
-        return True
-
-    def ranked(self, number: int) -> list[str]:
-        """The networks of a round, the best of the one before first, of equals the smaller one."""
+    def play(self) -> list[str]:
+        """Measure the networks, in each round the better half of those of the one before; returns
+        those of the last round that the time was enough for, the best first."""
         sources = [one for one in self.networks if "left_out" not in self.networks[one]]
-        for earlier in range(number):
-            sources = [one for one in sources if len(self.networks[one]["right"]) > earlier]
-            sources.sort(key=partial(self.rank, earlier))
-            if earlier + 1 < len(self.record["images"]):
-                sources = sources[: max(math.ceil(len(sources) / 2), FINALISTS)]
-        return sources
+        images: list[int] = self.record["images"]
+        ranking: list[str] = []
+        for number, count in enumerate(images):
+            for source in sorted(sources, key=self.size):
+                network = self.networks[source]
+                if len(network["right"]) > number:
+                    continue
+                right = self.answers(source, count)
+                if right is not None:
+                    network["right"].append(right)
+                    self.save()
+                elif number:
+                    self.record["images"] = images[:number]
+                    return ranking
+                else:
+                    network.setdefault("left_out", TOO_SLOW)
+            ranking = [one for one in sources if len(self.networks[one]["right"]) > number]
+            ranking.sort(key=partial(self.rank, number))
+            sources = ranking[: max(math.ceil(len(ranking) / 2), FINALISTS)]
+        return ranking
 
     def rank(self, number: int, source: str) -> tuple[float, float, str]:
         """Sort key: the more accurate network in a round first, of equals the smaller one."""
@@ -302,20 +281,20 @@ class Tournament:
         extractor = None if late else self.open(source, shuffled=shuffled)
         if extractor is None:
             return None
-        samples = self.samples[:count]
+        # more images begin with those that are fewer
+        samples = stratified_subset(self.samples, count, seed=self.config.training.seed)
         found = extract(samples, extractor, self.config, self.accelerator, ignore, self.is_late)
         if found is None:
             return None
-        began, seed = self.clock(), random_seed(self.config.training.seed, "probe")
+        seed = random_seed(self.config.training.seed, "probe")
         fit = partial(held_out_answers, found.values, found.labels, self.classes, seed=seed)
         right: torch.Tensor = on_main(self.accelerator, fit)
-        self.networks[source]["fit"] = self.measured(began)
         return "".join(map(str, right.int().tolist()))
 
     def decide(self) -> str:
         """The source of the chosen network, or SCRATCH."""
-        last = len(self.record["images"])
-        ranked = self.ranked(last)
+        last = len(self.record["images"]) - 1
+        ranked: list[str] = self.record["ranking"]
         while ranked and self.scratch and not self.knows_images(ranked[0]):
             self.networks[ranked.pop(0)]["left_out"] = "no better than with shuffled weights"
         if not ranked and not self.scratch:
@@ -325,8 +304,8 @@ class Tournament:
             return min(late, key=self.size)
         if not ranked:
             return SCRATCH
-        best = self.networks[ranked[0]]["right"][last - 1]
-        tied = [s for s in ranked if is_tie(best, self.networks[s]["right"][last - 1])]
+        best = self.networks[ranked[0]]["right"][last]
+        tied = [s for s in ranked if is_tie(best, self.networks[s]["right"][last])]
         self.record["tied"] = tied if len(tied) > 1 else []
         return min(tied, key=self.size)
 
@@ -373,12 +352,10 @@ class Tournament:
             known = any("shuffled" in network for network in self.networks.values())
             why = "no network is better than with shuffled weights"
             return f"training from scratch: {why if known else 'no network could be measured'}"
-        ranked = self.ranked(len(self.record["images"]))
+        ranked, last = self.record["ranking"], len(self.record["images"]) - 1
         others = [one for one in ranked if one != chosen]
-        last = len(self.record["images"]) - 1
-        pair = [chosen, *others[:1]] if chosen in ranked else []
-        answers = [self.networks[one]["right"][last] for one in pair]
-        if len(pair) < 2 or not all(answers):
+        answers = [self.networks[one]["right"][last] for one in [chosen, *others[:1]] if ranked]
+        if len(answers) < 2 or not all(answers):
             return f"{chosen}, and no other network was measured with as many images"
         found = paired(*answers)
         low, high = (100 * end for end in found.interval)
@@ -399,11 +376,6 @@ def shuffle_weights(network: torch.nn.Module, *, seed: int) -> None:
         for parameter in network.parameters():
             order = torch.randperm(parameter.numel(), generator=generator)
             parameter.copy_(parameter.flatten()[order].view_as(parameter))
-
-
-def cost(images: int, network: Record) -> float:
-    """Seconds to measure a network with so many images more."""
-    return float(network["opening"] + images * network["seconds"] + 2 * network.get("fit", 0.0))
 
 
 def paired(a: str, b: str) -> PairedComparison:

@@ -44,6 +44,7 @@ from vit.model.build import assemble_decoder
 from vit.tasks.task import get_task
 from vit.text import format_duration, join_names, plural
 from vit.training.backbone_selection import (
+    TOO_SLOW,
     VERSION,
     Tournament,
     read_record,
@@ -259,10 +260,11 @@ def choose_backbone(
     one_class = config.training.single_label and not splits.multilabel
     alone = {name: value for name, value in values.items() if name != "weights"}
     found, lines = on_main(accelerator, partial(find_backbones, config.data.data, splits.root))
-    path = record_file(config, splits, alone, found, accelerator)
+    path = record_file(config, splits, alone, accelerator)
     record = on_main(accelerator, partial(read_record, path))
     if record is None:
         facts = facts_of(config, splits, accelerator, values)
+        record = {"version": VERSION, "speeds": [facts.flops, facts.timed]}
     else:  # with the same speeds, the same choice
         flops, timed = record["speeds"]
         facts = dataclasses.replace(data_facts(config, splits, accelerator), flops=flops)
@@ -275,28 +277,27 @@ def choose_backbone(
         limit -= sum(int(1e6 * one.megabytes) for one in found if one.paper)
         fetched, more = on_main(accelerator, partial(fetch_backbones, others, limit))
         found, lines = [*found, *fetched], [*lines, *more]
-        if fetched:
-            path = record_file(config, splits, alone, found, accelerator)
-            record = on_main(accelerator, partial(read_record, path))
     elif others:
         sizes = (f"{o.source} ({o.megabytes:.0f} MB, {license_name(o.license)})" for o in others)
         lines.append(f"not on this disk: {join_names(sizes, 3)}; --weights auto:1GB fetches some")
-    if scratch and facts.labels >= MANY_LABELS and "image_size" not in values:
-        least = image_side(facts.side, ladder_for(facts.side)[0])
-        why = f"training from scratch sees {least} px or more"
-        lines += [f"{o.source} is left out: {why}" for o in found if o.image_size < least]
-        found = [one for one in found if one.image_size >= least]
     measurable = one_class and not facts.channels and not config.data.tiles
-    if not measurable:  # what is not on the list may know nothing of these images
-        why = "only networks of the list are taken unmeasured"
-        lines += [f"{one.source} is left out: {why}" for one in found if not one.paper]
-        found = [one for one in found if one.paper]
-    choices = [choice for one in found if (choice := rules.choose(one)) is not None]
+    many = scratch and facts.labels >= MANY_LABELS and "image_size" not in values
+    least = image_side(facts.side, ladder_for(facts.side)[0]) if many else 0
+    possible, left_out = [], {}
+    for weights in found:
+        if weights.image_size < least:
+            left_out[weights.source] = f"training from scratch sees {least} px or more"
+        elif not (measurable or weights.paper):  # it may know nothing of these images
+            left_out[weights.source] = "only networks of the list are taken unmeasured"
+        elif (choice := rules.choose(weights)) is None:
+            left_out[weights.source] = "its patches do not divide the images"
+        else:
+            possible.append(choice)
+    cheapest = sorted(possible, key=lambda one: one.seconds)[:1]
+    choices = [one for one in possible if one.fits] or cheapest
+    left_out |= {one.weights.source: TOO_SLOW for one in possible if one not in choices}
+    lines += [f"{source} is left out: {why}" for source, why in left_out.items()]
     choices.sort(key=lambda one: (rules.methods.index(one.method), -one.weights.megabytes))
-    cheapest = sorted(choices, key=lambda one: one.seconds)[:1]
-    choices = [one for one in choices if one.fits] or cheapest
-    for source in sorted({one.source for one in found} - {one.weights.source for one in choices}):
-        lines.append(f"{source} is left out: its patches do not fit, or the time is too short")
     for line in lines:
         notify(f"weights=auto: {line}")
     if not choices and not scratch:
@@ -312,7 +313,6 @@ def choose_backbone(
             "weights=auto: not measured, which takes one class an RGB image: the largest that fits"
         )
         return facts, choices[0], None
-    record = record or {"version": VERSION, "speeds": [facts.flops, facts.timed]}
     spec = dataclasses.replace(spec, groups=splits.groups)
     names = image_groups(spec, [sample.path for sample in splits.train]) or []
     if names:  # one image of each: its copies in other folds would be right with any network

@@ -249,8 +249,7 @@ def test_unsupported_processors_give_a_note_and_their_colours_at_most(content, r
         assert "its mean and std are used" in note
 
 
-# AutoImageProcessor has no class for RADIO
-@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "radio"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_file_without_a_class_is_that_of_the_model_type(model_type):
     kinds = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
     # of these, AutoImageProcessor knows no class

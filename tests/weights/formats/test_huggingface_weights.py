@@ -55,10 +55,6 @@ def mean_patch(model: Network, images: Tensor) -> Tensor:
     return model(images).last_hidden_state[:, 1:].mean(dim=1)
 
 
-def first_of_summary(model: Network, images: Tensor) -> Tensor:
-    return model(images).summary[:, : model.config.hidden_size]
-
-
 def whole_image(answer: Answer) -> Answer:
     """Images as rows of pixels of patches, all of them seen."""
 
@@ -92,7 +88,6 @@ MAE = {"mask_ratio": 0.0, "decoder_num_hidden_layers": 1}
 PLACES = {"use_absolute_position_embeddings": True}
 OWN, SHARED = {"use_relative_position_bias": True}, {"use_shared_relative_position_bias": True}
 GATED = {"use_gated_mlp": True, "hidden_act": "silu"}
-ONE_TOKEN = {"num_cls_tokens": 1, "num_registers": 0, "summary_idxs": [0]}
 NO_BIASES = {f"{name}_bias": False for name in ("query", "key", "value", "proj", "mlp")}
 # a class of transformers, or the name before its ForImageClassification; settings of the encoder
 CASES: dict[str, tuple[str, dict[str, object], Answer]] = {
@@ -183,18 +178,6 @@ CASES: dict[str, tuple[str, dict[str, object], Answer]] = {
     "aim": ("Aimv2Model", {}, encoder("vision_model", mean_token)),
     "aim without its head": ("Aimv2VisionModel", {"use_head": False}, mean_token),
     "aim native": ("Aimv2VisionModel", {"is_native": True, "rms_norm_eps": 0.1}, mean_token),
-    "radio": ("RadioModel", {"max_img_size": 64}, first_of_summary),
-    "radio gated": (
-        "RadioModel",
-        {"use_swiglu_ffn": True, "layerscale_value": 0.5},
-        first_of_summary,
-    ),
-    "radio another summary": (
-        "RadioModel",
-        {"summary_idxs": [2, 1], "video_temporal_patch_size": 2, "image_size": 16},
-        first_of_summary,
-    ),
-    "radio one token": ("RadioModel", {**ONE_TOKEN, "qkv_bias": False}, first_of_summary),
 }
 
 
@@ -202,11 +185,9 @@ def network(case: str) -> Network:
     name, changes, _ = CASES[case]
     kind = getattr(transformers, name, None)
     kind = kind or getattr(transformers, f"{name}ForImageClassification")
-    settings = {**(SIZES if name.startswith(("Dinov2", "Tips", "Radio")) else WIDE), **changes}
+    settings = {**(SIZES if name.startswith(("Dinov2", "Tips")) else WIDE), **changes}
     if name.startswith("Siglip2"):
         settings["num_patches"] = (settings.pop("image_size") // settings["patch_size"]) ** 2
-    if name.startswith("Radio"):
-        settings.setdefault("max_img_size", 40)
     if "vision_config" in kind.config_class.sub_configs:
         text = TEXT | ({"hidden_size": 48} if name.startswith("Tips") else {})
         settings = {"text_config": text, "vision_config": settings}
@@ -280,12 +261,10 @@ def test_defaults_are_theirs(model_type):
     config = transformers.AutoConfig.for_model(model_type)
     config = getattr(config, "vision_config", config)
     defaults = dict(FAMILIES[model_type].defaults)
-    if model_type.startswith(("dinov2", "tipsv2", "radio")):
+    if model_type.startswith(("dinov2", "tipsv2")):
         del defaults["intermediate_size"]
-    if model_type in ("dinov2", "radio"):
+    if model_type == "dinov2":
         assert defaults.pop("num_register_tokens") == 0
-    if model_type == "radio":
-        assert defaults.pop("apply_layernorm")
     if model_type.startswith("siglip2"):
         del defaults["image_size"]
     if not hasattr(config, "vision_use_head"):  # before transformers 5.23 it had no name
@@ -313,7 +292,6 @@ def saved(randomise, tmp_path) -> Callable[[str], tuple[dict, dict[str, Tensor]]
         ("tips", ["the text tower (text_encoder.", "the comparison with texts (temperature)"]),
         ("aim", ["the text tower", "the comparison with texts (logit_scale, visual_projection"]),
         ("aim native", ["attention pooling, which is another than the one here (head.cls_token"]),
-        ("radio another summary", ["numbers of tokens, which", "the patches of videos"]),
     ],
 )
 def test_dropped_tensors_are_noted(name, left_out, saved):
@@ -338,25 +316,6 @@ def test_antialiased_positions_are_nearer_to_theirs(name, randomise, tmp_path):
         state, _ = adapt_weights(dataclasses.replace(found, antialias=antialias), small)
         errors.append((build(state, small)(images) - expected).abs().mean())
     assert errors[0] < 0.5 * errors[1]
-
-
-@torch.no_grad()
-def test_radio_has_positions_of_the_size_of_its_images(randomise, tmp_path):
-    theirs = network("radio")
-    theirs.input_conditioner.norm_std.mul_(2)
-    config, state = files(theirs, randomise, tmp_path)
-    scales = [name for name in state if "layer_scale" in name]
-    assert len(scales) == 4
-    for name in scales:  # which files of its authors lack, if they are 1
-        theirs.get_parameter(name.replace("radio_model.model.blocks", "encoder.layer")).fill_(1)
-        del state[name]
-    processor = {"image_processor_type": "CLIPImageProcessor", "do_normalize": False}
-    processor |= {"size": {"height": 48, "width": 48}, "do_center_crop": False}
-    found = read_huggingface(config, processor, state, "a folder")
-    assert found.config.image_size == 48
-    assert not found.config.layer_scale
-    assert found.preprocessing.std == (1.0, 1.0, 1.0)
-    assert_equal(found, theirs, first_of_summary)
 
 
 def test_nothing_else_is_left_out(saved):
@@ -452,12 +411,6 @@ def test_half_precision_becomes_float32(saved):
         ("aim native", {"hidden_act": "gelu"}, "hidden_act='gelu': an AIMv2 has silu"),
         ("aim native", {"image_size": 8 * 10**9}, "asks for an impossible network"),
         ("aim native", {"mlp_bias": True}, "mlp_bias=True: an AIMv2 has False"),
-        ("radio", {"summary_idxs": [3]}, r"summary_idxs=\[3\]: expected some of \[0, 1, 2\]"),
-        ("radio", {"summary_idxs": []}, r"summary_idxs=\[\]"),
-        ("radio", {"max_img_size": 72}, "not of 9 x 9 patches of 8 pixels"),
-        ("radio", {"max_img_size": 24}, "image_size=32: max_img_size is less"),
-        ("radio", {"patch_size": 0}, "not of 64 x 64 patches"),
-        ("radio", {"num_registers": 8}, "do not fit"),
     ],
 )
 def test_unsupported_settings_raise(name, changes, message, saved):
@@ -476,14 +429,14 @@ ODD = [
 ]
 
 
-ALL_PARTS = (CLASSIFIER, "registers gated", "dinov3", "siglip", "siglip 2", "tips", "aim", "radio")
+ALL_PARTS = (CLASSIFIER, "registers gated", "dinov3", "siglip", "siglip 2", "tips", "aim")
 
 
 @pytest.mark.parametrize("name", mostly_slow(ALL_PARTS))
 def test_tensors_of_any_other_shape_are_refused(name, saved):
     config, state = saved(name)
     # and blocks that are as the first
-    left_out = r"text|visual_|logit|temp|.*mask|.*summary|.*model.head|.*(layers?|blocks)\.1\."
+    left_out = r"text|visual_|logit|temp|.*mask|.*model.head|.*(layers?|blocks)\.1\."
     left_out = re.compile(left_out)
     for key in [key for key in state if not left_out.match(key)]:
         for odd in ODD:

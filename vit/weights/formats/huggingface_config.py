@@ -246,17 +246,6 @@ def _aimv2(values: Values, _classifies: bool) -> dict[str, Any]:
     }
 
 
-def _radio(values: Values, classifies: bool) -> dict[str, Any]:
-    summary, tokens = values["summary_idxs"], range(values["num_cls_tokens"])
-    if not summary or type(summary[0]) is not int or summary[0] not in tokens:
-        raise invalid("summary_idxs", summary, f"expected some of {[*tokens]}")
-    if values["image_size"] > values["max_img_size"]:
-        raise invalid("image_size", values["image_size"], "max_img_size is less")
-    registers = {"num_register_tokens": len(tokens) + values["num_registers"] - 1}
-    rest = {"prefix_positions": "none", "final_norm": "none"}
-    return {**_dinov2({**values, **registers}, classifies), **rest}
-
-
 @dataclass(frozen=True)
 class Family:
     """A model type of transformers; config.json may omit the `defaults`."""
@@ -297,8 +286,6 @@ TIPSV2 = {**DINO, "image_size": 448, "patch_size": 14, "num_register_tokens": 1}
 AIMV2 = {**COMMON, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8}
 AIMV2 |= {"intermediate_size": 2816, "patch_size": 14, "hidden_act": "silu", "rms_norm_eps": 1e-5}
 AIMV2 |= {"qkv_bias": False, "mlp_bias": False, "is_native": False}
-RADIO = {**DINO, "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16}
-RADIO |= {"max_img_size": 2048, "num_cls_tokens": 3, "num_registers": 7, "summary_idxs": [0, 1]}
 FAMILIES = {
     "vit": Family(_vit, VIT),
     "vit_mae": Family(_vit, VIT),
@@ -316,7 +303,6 @@ FAMILIES = {
     "metaclip_2": Family(_clip, CLIP),
     "tipsv2": Family(_dinov2, TIPSV2),
     "aimv2": Family(_aimv2, AIMV2),
-    "radio": Family(_radio, RADIO),
 }
 FAMILIES |= {f"{name}_vision_model": FAMILIES[name] for name in WITH_TEXT}
 

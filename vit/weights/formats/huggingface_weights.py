@@ -1,5 +1,5 @@
 """Reads models of transformers: ViT, ViT-MAE, ViT-MSN, I-JEPA, DeiT, BEiT, Data2Vec Vision,
-DINOv2, DINOv3, CLIP, MetaCLIP 2, SigLIP, SigLIP 2, TIPSv2, AIMv2, RADIO.
+DINOv2, DINOv3, CLIP, MetaCLIP 2, SigLIP, SigLIP 2, TIPSv2, AIMv2.
 
 A bare encoder becomes a network that returns its pooled token, before any projection; a classifier
 one that returns logits.
@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit.config import ModelConfig
 from vit.errors import ConfigError, WeightsError
@@ -152,16 +150,13 @@ CLIP: Table = (
     (r"{m}head.mlp.{fc}.{p}", "attn_pool.mlp.{fc}.{p}"),
 )
 # Of these, which are only read, names of files and in memory stand together.
-TIMM: Table = (
+TIPSV2: Table = (
     (r"{m}(?P<same>cls_token|pos_embed|(?:patch_embed.proj|norm).(?:weight|bias))", "{same}"),
     (r"{l}(?P<same>(?:norm[12]|attn.qkv|attn.proj).(?:weight|bias))", "blocks.{b}.{same}"),
     (r"{l}(?P<same>ls[12].gamma)", "blocks.{b}.{same}"),
     *ATTENTION_IN_MEMORY,
     *MLP,
     *GATED,
-)
-TIPSV2: Table = (
-    *TIMM,
     *DINOV2,
     (r"{m}register_tokens", "reg_token"),
     (r"{l}mlp.c_fc.{p}", "blocks.{b}.mlp.fc1.{p}"),
@@ -177,18 +172,6 @@ AIMV2: Table = (
     (r"{l}attention.{qkv}_proj.weight", "blocks.{b}.attn.{qkv}.weight"),
     (r"{l}attention.out_proj.weight", "blocks.{b}.attn.proj.weight"),
     *((theirs.replace("{l}mlp", "{l}ffn"), ours) for theirs, ours in GATED),
-)
-RADIO: Table = (
-    *TIMM,
-    *DINO_BLOCK,
-    (r"(?:radio_model.)?input_conditioner.norm_(?P<part>mean|std)", "{part}"),
-    (r"{m}patch_generator.cls_token.token|embeddings.cls_register_token", "cls_token"),
-    (r"{m}patch_generator.pos_embed|embeddings.position_embedding", "pos_embed"),
-    (r"(?:{m}patch_generator.embedder|embeddings.patch_projection).weight", PATCH_WEIGHT),
-)
-OF_RADIO: Patterns = (
-    (r"(radio_model\.)?summary_idxs", "numbers of tokens, which config.json has"),
-    (r".+\.(video_embedder|video_patch_projection)\..+", "the patches of videos"),
 )
 OF_AIMV2 = (r"(vision_model\.)?head\..+", "attention pooling, which is another than the one here")
 MASKING: Patterns = (
@@ -274,15 +257,16 @@ CLIP_NAMES, SIGLIP_NAMES = (
         ("head", "a pooling that its classifier does not use"),
     )
 )
-BLOCKS = "blocks.|encoder.layer."
 TOWERS = {
     **dict.fromkeys(("clip", "metaclip_2"), CLIP_NAMES),
     **dict.fromkeys(("siglip", "siglip2"), SIGLIP_NAMES),
     "tipsv2": TensorNames(
-        "vision_encoder.|vision_model.", BLOCKS, TIPSV2, left_out=(*MASKING, *TEXT)
+        "vision_encoder.|vision_model.",
+        "blocks.|encoder.layer.",
+        TIPSV2,
+        left_out=(*MASKING, *TEXT),
     ),
     "aimv2": TensorNames("vision_model.", "encoder.layers.", AIMV2, left_out=(*TEXT, OF_AIMV2)),
-    "radio": TensorNames("radio_model.model.", BLOCKS, RADIO, left_out=OF_RADIO),
 }
 
 
@@ -330,8 +314,6 @@ def read_huggingface(
             antialias = True
         else:
             kind, values = read_vision_config(config)
-            if kind == "radio" and (first := read_processor(processor, values["image_size"])[0]):
-                values = {**values, "image_size": first.image_size[0]}  # its positions fit any
             found, ours, notes = _network(kind, values, _architecture(config), state)
             antialias = kind.startswith(ANTIALIASED)
         classes, class_notes = _classes(config, found.num_classes)
@@ -380,9 +362,6 @@ def _network(
         renamed[PATCH_WEIGHT] = to_convolution(renamed[PATCH_WEIGHT], values["num_channels"])
     filled = _fill_biases(renamed, missing_biases(model_type, values))
     ours = join_heads(_convert_tensors(filled))
-    if model_type == "radio":
-        ours = _convert_radio(ours, values)
-        fields["layer_scale"] *= "blocks.0.ls1.gamma" in ours  # files may omit it where it is 1
     if "head_dist.weight" in renamed:
         fields["pooling"] = "class_token_registers"
     if fields.get("final_norm") == "pooled" and not classifies and "fc_norm.weight" not in ours:
@@ -447,31 +426,6 @@ def _fold_class_position(config: ModelConfig, state: State) -> State:
     return {**state, "cls_token": token + table[:, :1], "pos_embed": table[:, 1:].clone()}
 
 
-def _convert_radio(state: State, values: Values) -> State:
-    """Convert RADIO's tables: the first token of its summary becomes the class token, positions
-    are resized as it does for each image, and its normalisation joins the patch projection."""
-    names = ("cls_token", "pos_embed", PATCH_WEIGHT, "mean", "std")
-    tokens, table, matrix, mean, std = (state.get(name, torch.zeros(1, 1, 1)) for name in names)
-    patch, first = max(values["patch_size"], 1), values["summary_idxs"][0]
-    grid, old = max(values["image_size"] // patch, 1), values["max_img_size"] // patch
-    sizes = (tokens.shape[1] > first, table.shape[1], matrix.shape[1:], mean.shape, std.shape)
-    colours = (values["num_channels"], 1, 1)
-    if sizes != (True, old**2, (colours[0] * patch**2,), colours, colours):
-        raise WeightsError(f"RADIO's tables are not of {old} x {old} patches of {patch} pixels")
-    table = rearrange(table, "1 (rows cols) dim -> 1 dim rows cols", rows=old)
-    table = F.interpolate(table, size=(grid, grid), mode="bilinear")
-    kernel = matrix.reshape(len(matrix), len(mean), -1) / std[..., 0]
-    ours = {
-        "cls_token": tokens[:, first : first + 1].clone(),
-        "reg_token": torch.cat([tokens[:, :first], tokens[:, first + 1 :]], dim=1),
-        "pos_embed": rearrange(table, "1 dim rows cols -> 1 (rows cols) dim"),
-        PATCH_WEIGHT: kernel.flatten(1),
-        "patch_embed.proj.bias": -(kernel * mean[..., 0]).sum((1, 2)),
-    }
-    kept = {name: tensor for name, tensor in state.items() if name not in names}
-    return kept | {name: tensor for name, tensor in ours.items() if tensor.numel()}
-
-
 def _drop_zero_half(config: ModelConfig, state: State) -> tuple[ModelConfig, State, Notes]:
     """Drop the half of a DINOv2 head (class token or patch mean) whose weights are all zero."""
     head = state.get("head.weight")
@@ -511,8 +465,6 @@ def _check(config: ModelConfig, state: State) -> None:
 def _assumptions(model_type: str, config: ModelConfig) -> Notes:
     if model_type == "vit_mae":
         return ("every patch is seen: masking was for the pre-training",)
-    if model_type == "radio":
-        return ("its pooled token is the first of its summary",)
     without = model_type.startswith(("siglip", "aimv2")) or model_type == "ijepa"
     without |= model_type in ("beit", "data2vec-vision") and config.last_norm != "pooled"
     if without and config.pooling == "mean" and not config.num_classes:
