@@ -387,7 +387,8 @@ CAPABILITIES: Sequence[Capability] = (
         "__init__ __main__ version errors atomic_files json_reader text paths precision "
         "process_resources quick_imports commands config/setting_layers config/collect_settings "
         "config/settings config/stored_config",
-        tests="commands conftest markers processor test_architecture test_size test_features",
+        tests="commands conftest markers processor slow_cases test_architecture test_size "
+        "test_features",
     ),
     Capability(
         "Documentation, examples, packaging", "",
