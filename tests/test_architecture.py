@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow_cases import mostly_slow
 from vit.config.training_config import TASKS
 
 ROOT = Path(__file__).parent.parent
@@ -351,17 +352,19 @@ def test_a_block_has_no_ifs():
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--help"],
-        ["train", "--help"],
-        ["predict", "--help"],
-        ["evaluate", "--help"],
-        ["models", "--help"],
-        ["train", "--epohcs", "3"],
-        ["summary", "--help"],
-        ["summary", "vit_smal"],
-        ["summary", "vit_tiny_patch16_224", "--norm", "batch"],
-    ],
+    mostly_slow(
+        [
+            ["--help"],
+            ["train", "--help"],
+            ["predict", "--help"],
+            ["evaluate", "--help"],
+            ["models", "--help"],
+            ["train", "--epohcs", "3"],
+            ["summary", "--help"],
+            ["summary", "vit_smal"],
+            ["summary", "vit_tiny_patch16_224", "--norm", "batch"],
+        ]
+    ),
 )
 def test_help_and_wrong_flags_need_no_torch(words):
     code = (

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.slow_cases import mostly_slow
 from vit.commands.main import main
 from vit.config import ModelConfig
 from vit.config.presets import PRESETS, count_flops, count_parameters, find_presets
@@ -11,7 +12,7 @@ from vit.model.build import create_model
 from vit.weights.formats import timm_network
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", mostly_slow(PRESETS))
 def test_the_computed_parameters_equal_those_of_the_built_network(name):
     with torch.device("meta"):
         model = create_model(name, num_classes=10)

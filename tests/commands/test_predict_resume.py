@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.commands.interruptions import run_interrupted
+from tests.slow_cases import mostly_slow
 from tests.training.children import Job
 from vit.inference.torch_engine import TorchEngine
 from vit.output.resumable_output import ResumableOutput, merge_blocks
@@ -48,7 +49,10 @@ def rows_in(partial, images):
 
 @pytest.mark.parametrize(
     ("name", "how", "block"),
-    [("a.jsonl", "torn", 3), ("a.csv", "kill", 1), ("a.txt", "torn", 0), ("b.csv", "torn", 8)],
+    mostly_slow(
+        [("a.jsonl", "torn", 3), ("a.csv", "kill", 1), ("a.txt", "torn", 0), ("b.csv", "torn", 8)],
+        4,
+    ),
 )
 def test_killed_and_resumed(predict, refusal, inputs, whole, tiny_run, tmp_path, name, how, block):
     out, partial = tmp_path / name, tmp_path / f"{name}.partial"

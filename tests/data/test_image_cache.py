@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.slow_cases import mostly_slow
 from vit.atomic_files import locked
 from vit.config import AugmentConfig
 from vit.data import image_cache as cache_module
@@ -77,7 +78,7 @@ def test_deep_images_are_cached_with_their_intensity_range(tmp_path):
     assert len({cache.file for cache in caches}) == 3
 
 
-@pytest.mark.parametrize("kind", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("kind", mostly_slow(["uint8", "uint16", "float32"]))
 @pytest.mark.parametrize("workers", [0, 2])
 def test_channels_are_cached_in_their_type_and_crops_are_the_same(tmp_path, kind, workers):
     random = np.random.default_rng(0)

@@ -72,6 +72,7 @@ def test_a_planted_drop_is_flagged_and_nothing_else():
     assert sum(row.count for row in rows if row.feature == "size") == 400
 
 
+@pytest.mark.slow
 def test_slices_that_are_not_worse_are_rarely_flagged():
     """Of 100 sets of images whose answers depend on nothing, at most 5 or so have a flag."""
     random, alarms = np.random.default_rng(1), 0

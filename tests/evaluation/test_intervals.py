@@ -189,6 +189,7 @@ def test_memory_is_limited(monkeypatch):
     assert torch.cat(parts).shape == whole.shape
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_true_value():
     """Of 40 small sets of one kind, most intervals hold the value of a large one."""
     truth, _ = measure(*draw(50_000, seed=99))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.slow_cases import mostly_slow
 from vit.config import ModelConfig
 from vit.config.presets import PRESETS
 from vit.evaluation.model_summary import (
@@ -43,7 +44,7 @@ def changed(**options) -> ModelConfig:
     return dataclasses.replace(SMALL, **options)
 
 
-@pytest.fixture(params=OPTIONS, ids=lambda options: "-".join(options) or "usual")
+@pytest.fixture(params=mostly_slow(OPTIONS), ids=lambda options: "-".join(options) or "usual")
 def config(request) -> ModelConfig:
     return changed(**request.param)
 

@@ -74,6 +74,7 @@ def test_the_verdict_is_about_b(a, b, verdict):
     assert verdict in counts(a, b).sentence()
 
 
+@pytest.mark.slow
 def test_as_many_images_as_needed_show_the_difference():
     found = counts(90, 110)
     needed = found.images_needed()

@@ -6,6 +6,7 @@ import torch
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import log_expit, log_softmax
 
+from tests.slow_cases import mostly_slow
 from vit.evaluation.classification_metrics import Outcomes, ranking, summarize
 from vit.evaluation.temperature_scaling import (
     PRIOR_WIDTH,
@@ -75,7 +76,9 @@ def test_temperature_and_exponent_equal_scipys(exponent):
     assert loss(np.log(found)) == pytest.approx(loss(np.log(expected)), abs=1e-5)
 
 
-@pytest.mark.parametrize(("temperature", "exponent"), [(0.4, 1.0), (3.0, 1.0), (0.5, 2.0)])
+@pytest.mark.parametrize(
+    ("temperature", "exponent"), mostly_slow([(0.4, 1.0), (3.0, 1.0), (0.5, 2.0)])
+)
 def test_the_calibration_error_of_other_images_falls_by_more_than_half(temperature, exponent):
     true, labels = draw(1500, 1.0)
     logits = scale_logits(true, 1 / temperature, 1 / exponent)

@@ -5,6 +5,7 @@ import onnx
 import pytest
 from PIL import Image
 
+from tests.slow_cases import mostly_slow
 from vit.data.preprocessing import Preprocessing
 from vit.export import onnx_preprocessing
 from vit.export.onnx_preprocessing import FITTED, preprocessing_nodes
@@ -51,7 +52,7 @@ def assert_same(front, preprocessing, height, width, count=2):
 
 
 @pytest.mark.parametrize("sizes", [SIZES, TALL], ids=len)
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", mostly_slow(WAYS), ids=str)
 def test_every_byte_equals_that_of_pillow(settings, sizes):
     preprocessing = Preprocessing(**settings)
     front = session(preprocessing)

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from tests.exported.test_exported_classifier import over
+from tests.slow_cases import mostly_slow
 from vit.config import Config, DataConfig, ModelConfig
 from vit.config.setting_layers import write_settings
 from vit.errors import DataError, RunError, WeightsError
@@ -97,15 +98,17 @@ def test_equal_networks_agree_in_every_implementation(verified, input_images):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
-        {"mean": (0.4, 0.6, 0.3)},
-        {"crop_share": 0.5},
-        {"crop_share": 1.0},
-        {"resize": "squash"},
-        {"interpolation": "bilinear"},
-        {"change": lambda rows: rows[:, [2, 0, 1]]},
-    ],
+    mostly_slow(
+        [
+            {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+            {"mean": (0.4, 0.6, 0.3)},
+            {"crop_share": 0.5},
+            {"crop_share": 1.0},
+            {"resize": "squash"},
+            {"interpolation": "bilinear"},
+            {"change": lambda rows: rows[:, [2, 0, 1]]},
+        ]
+    ),
     ids=lambda value: str(value)[:30],
 )
 def test_a_file_with_other_preprocessing_or_outputs_does_not_agree(verified, changes):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.generation.tables import BEGIN, END, Table, every_sentence, narrow_search, run
+from tests.slow_cases import mostly_slow
 from vit.generation.beam_search import beam_search
 from vit.generation.generation_config import Search
 
@@ -10,7 +11,7 @@ PENALTIES = [-1.0, 0.0, 0.6, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("limits", [(0, 4), (1, 3), (2, 4), (3, 3)])
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("penalty", mostly_slow(PENALTIES))
 @pytest.mark.parametrize("repetition", [1.0, 1.6])
 def test_an_exhaustive_beam_finds_the_best_sequences(limits, penalty, repetition):
     search = Search(
@@ -26,6 +27,7 @@ def test_an_exhaustive_beam_finds_the_best_sequences(limits, penalty, repetition
             assert one.score == pytest.approx(score, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize(("beams", "n_best", "min_tokens"), [(2, 1, 1), (3, 3, 0), (4, 2, 4)])
 def test_early_stopping_does_not_change_the_result(penalty, beams, n_best, min_tokens):

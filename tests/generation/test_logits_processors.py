@@ -93,7 +93,7 @@ def test_greedy_decoding_equals_transformers(gpt2, min_tokens, penalty):
 
 @pytest.mark.parametrize("min_tokens", [0, 4])
 @pytest.mark.parametrize(("beams", "n_best"), [(2, 1), (4, 4), (7, 2)])
-@pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("penalty", mostly_slow([-0.5, 0.0, 0.6, 1.0, 2.0]))
 def test_beam_search_equals_transformers(gpt2, min_tokens, beams, n_best, penalty):
     search = Search(
         beams=beams,

@@ -8,6 +8,7 @@ from timm.utils import AttentionExtract
 from torch import Tensor, nn
 
 from tests.inference.captioners import save_captioner
+from tests.slow_cases import mostly_slow
 from vit.config import ModelConfig
 from vit.inference.attribution import (
     RANDOM_ORDERS,
@@ -336,7 +337,7 @@ def by_loop(model, image, order, side, wanted):
     return found
 
 
-@pytest.mark.parametrize("settings", KINDS, ids=str)
+@pytest.mark.parametrize("settings", mostly_slow(KINDS), ids=str)
 def test_curves_equal_those_of_an_explicit_loop(settings):
     model, image = network(**settings), input_images(1, height=32, width=40)[0]
     maps, wanted = torch.rand(2, 4, 5, generator=torch.Generator().manual_seed(0)), [2, 0]
@@ -364,6 +365,7 @@ def test_a_faithful_map_beats_chance_and_a_reversed_one_does_not():
     assert other.better  # what speaks against one class speaks for the other
 
 
+@pytest.mark.slow
 def test_a_random_map_beats_chance_once_in_ten_times():
     empty = torch.zeros(1, 4, 4)
     found = [deletions_of(Weighted(), empty, batch_size=128, seed=seed)[0] for seed in range(300)]

@@ -292,6 +292,7 @@ def test_classes_are_plotted_with_their_deletion_metric(
     assert f"beat all 9 random orders for {better} of {len(told)} images" in said[0]
 
 
+@pytest.mark.slow
 def test_maps_alone_are_the_same_and_take_two_passes(
     tiny_run, input_images, tmp_path, capsys, explain
 ):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tests.inference.answers import right_answers
 from tests.inference.captioners import SAID, write_captions
 from tests.markers import same_initial_weights
+from tests.slow_cases import mostly_slow
 from vit.commands.main import main
 from vit.config.setting_layers import make_config
 from vit.errors import ConfigError, DataError
@@ -52,7 +53,7 @@ def references(data: Path) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"search": Search(beams=3, max_tokens=4)}, {"keep_aspect": True}],
+    mostly_slow([{}, {"search": Search(beams=3, max_tokens=4)}, {"keep_aspect": True}]),
     ids=["greedy", "beams", "aspect"],
 )
 def test_the_scored_captions_are_those_of_the_predictor(captioner, captioned_data, settings):
@@ -90,6 +91,7 @@ def caption_again(data: Path, folder: Path, *changed: list[str]) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_intervals_of_classes_beside_captions_take_groups_as_independent(
     captioned_data, run_of_both_heads, tmp_path
 ):

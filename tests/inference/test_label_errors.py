@@ -126,6 +126,7 @@ def test_rows_name_classes_in_other_unicode():
     assert [(one.kind, *one.images) for one in found] == [("suspected_label", "/data/0.png")]
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_a_class_of_another_split_leaves_only_its_own_images_out(tiny_run, tiny_data, tmp_path):
     data, notes = tmp_path / "data", []

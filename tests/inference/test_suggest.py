@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.slow_cases import mostly_slow
 from vit.data.checks.duplicates import find_near_duplicates
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
@@ -82,7 +83,7 @@ def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tm
 
 @pytest.mark.parametrize(
     ("name", "text", "columns"),
-    [
+    mostly_slow([
         ("l.csv", "image,label\napple_0.png,a\nclass2_1.png,b\n", {}),
         ("l.csv", "image,likely,labels,split\napple_0.png,,a|b,train\nclass2_1.png,,b,val\n", {}),
         ("l.csv", "who;file;species\nme;apple_0.png;a\nme;class2_1.png;b\n",
@@ -90,7 +91,7 @@ def test_labelled_images_and_their_copies_are_not_suggested(photos, tiny_run, tm
         ("l.tsv", "label\tid\t\na\tapple_0\t1\nb\tclass2_1\t2\n", {"image_column": "id"}),
         ("l.jsonl", '{"label": "a", "image": "apple_0.png", "x": 1}\n'
          '{"label": "b", "image": "class2_1.png", "x": 2}\n', {}),
-    ],
+    ]),
 )  # fmt: skip
 def test_rows_have_the_columns_of_the_list_to_which_they_are_appended(
     photos, tiny_run, tmp_path, name, text, columns

@@ -105,7 +105,7 @@ def test_the_last_norm_is_before_or_after_pooling(order, pooling, final, stands)
     assert found == ([stands] if stands else [])
 
 
-@pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS + SHORTER), ids=str)
 def test_every_option_trains_every_parameter(options):
     torch.manual_seed(0)
     config = ModelConfig(**{**SMALL, **options})
@@ -122,7 +122,7 @@ def test_every_option_trains_every_parameter(options):
         assert stuck == []
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS), ids=str)
 def test_every_option_accepts_other_image_sizes_and_has_attention_maps(options):
     config = ModelConfig(**{**SMALL, **options})
     model = build_classifier(config).eval()
@@ -240,7 +240,7 @@ def test_reset_classifier_initialises_the_head_to_zeros():
     assert model(torch.zeros(1, 3, 32, 32).bfloat16()).shape == (1, 192)
 
 
-@pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS + SHORTER), ids=str)
 def test_gradients_of_every_option_equal_finite_differences(options):
     """Along random directions of images and all parameters, against differences in float64."""
     model = random_network(options).double().eval()
@@ -269,7 +269,7 @@ def test_gradients_of_every_option_equal_finite_differences(options):
         )
 
 
-@pytest.mark.parametrize("options", OPTIONS + SHORTER, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(OPTIONS + SHORTER), ids=str)
 def test_every_option_is_saved_and_loaded(options, tmp_path):
     model = random_network(options).eval()
     run = Config(model=ModelConfig(**{**SMALL, **options}))
@@ -407,7 +407,9 @@ GRID = ("position", "norm", "norm_order", "feedforward", "pooling")
 PAIRS = pairwise({f: [name for field, name in CHOICES if field == f] for f in GRID})
 
 
-@pytest.mark.parametrize("options", PAIRS, ids=lambda options: "-".join(options.values()))
+@pytest.mark.parametrize(
+    "options", mostly_slow(PAIRS), ids=lambda options: "-".join(options.values())
+)
 def test_every_pair_of_options_can_be_trained(options):
     torch.manual_seed(0)
     if options["feedforward"] == "moe" and options["norm_order"].startswith("sub"):

@@ -5,6 +5,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from tests.slow_cases import mostly_slow
 from vit.config import ModelConfig
 from vit.model.build import build_classifier
 from vit.model.normalization import BatchNorm
@@ -100,7 +101,7 @@ def pair(norm, patch_size, depth, stride, pools, given=None):
     return ours, theirs
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", mostly_slow(NORMS))
 @pytest.mark.parametrize("context", PLACES, ids=lambda p: f"patch{p[0]}-depth{p[1]}-stride{p[2]}")
 @pytest.mark.parametrize("training", [True, False])
 def test_the_conv_stem_equals_torch_s_layers(norm, context, training):

@@ -226,14 +226,16 @@ def test_more_tokens_than_positions_are_refused(position):
 
 @pytest.mark.parametrize(
     ("encoder", "options"),
-    [
-        *(({}, mixture) for mixture in MIXTURES[::4]),
-        *(({}, {"decoder_activation": name}) for name in layers.ACTIVATIONS),
-        *((encoder, {}) for encoder in ENCODERS),
-        ({"pooling": "mean"}, {"decoder_dim": 24, "decoder_norm_order": "post"}),
-        ({"dropout": 0.1}, {"decoder_dropout": 0.1, "decoder_drop_path": 0.1}),
-        ({}, {"caption_dropout": 0.3, "decoder_position": "sinusoidal"}),
-    ],
+    mostly_slow(
+        [
+            *(({}, mixture) for mixture in MIXTURES[::4]),
+            *(({}, {"decoder_activation": name}) for name in layers.ACTIVATIONS),
+            *((encoder, {}) for encoder in ENCODERS),
+            ({"pooling": "mean"}, {"decoder_dim": 24, "decoder_norm_order": "post"}),
+            ({"dropout": 0.1}, {"decoder_dropout": 0.1, "decoder_drop_path": 0.1}),
+            ({}, {"caption_dropout": 0.3, "decoder_position": "sinusoidal"}),
+        ]
+    ),
     ids=str,
 )
 def test_every_option_trains_every_parameter(encoder, options):

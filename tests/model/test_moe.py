@@ -178,6 +178,7 @@ def test_a_dropped_assignment_has_no_effect_whatever_its_output(monkeypatch):
     torch.testing.assert_close(bound.float()(x.float()).to(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_moe_exports_in_bfloat16():
     model, x = layer(top_k=2).eval().bfloat16(), tokens().bfloat16()
     program = torch.export.export(model, (x,)).module()
@@ -207,6 +208,7 @@ def test_all_implementations_of_grouped_linear_agree(with_bias, device):
     torch.testing.assert_close(results[0], results[1], **near)
 
 
+@pytest.mark.slow
 def test_looped_linear_equals_a_linear_layer_for_each_group():
     x, weight, bias, counts = groups(torch.float64)
     parts = zip(x.split(counts.tolist()), weight, bias, strict=True)

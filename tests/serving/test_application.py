@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import png_bomb
 from tests.serving.conftest import BOUNDARY, multipart, running
+from tests.slow_cases import mostly_slow
 from vit.errors import ConfigError
 from vit.inference.predictor import Predictor
 from vit.score_calibration import ScoreCalibration
@@ -20,7 +21,7 @@ from vit.weights.saved_model import load_run, update_run
 MODELS = ("tiny", "several", "captions", "fruit")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", mostly_slow(MODELS, 2))
 def test_rows_are_those_of_vit_predict_byte_for_byte(client, files, predicted, model):
     if model == "captions":
         files = files[:5]

@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from PIL import Image
 
 import vit
+from tests.slow_cases import mostly_slow
 from tests.training.distributed.test_processes import ROOT, TORCHS
 from tests.weights.test_backbone_list import VIT_TINY, write_timm
 from vit.commands.main import main
@@ -160,7 +161,7 @@ def test_halving_gives_the_better_half_twice_the_images(grey, tmp_path, monkeypa
     assert sorted(counts)[:3] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("seconds", [8.0, 20.0, 60.0, 4000.0])
+@pytest.mark.parametrize("seconds", mostly_slow([8.0, 20.0, 60.0, 4000.0]))
 def test_a_quarter_of_the_time_is_enough(grey, tmp_path, seconds):
     names = ["good", "fair", "random", "slow"]
     played = FakeTournament(grey, tmp_path / "c", names, seconds=seconds)

@@ -305,6 +305,7 @@ def test_whole_micro_batches_that_cannot_be_read_are_left_out(caption_config, li
     assert 0 < len(result.failed) <= 9
 
 
+@pytest.mark.slow
 def test_experts_in_the_decoder_are_balanced_too(caption_config, tmp_path):
     config = caption_config(
         feedforward="moe", decoder_feedforward="moe", num_experts=3, moe_every=1, epochs=2
@@ -408,6 +409,7 @@ def test_an_image_of_the_list_that_is_missing(caption_config, list_of, tmp_path,
     assert [Path(name).name for name in result.failed] == ["007.png"]
 
 
+@pytest.mark.slow
 def test_held_out_images_are_known_whichever_folder_names_them(caption_config, tmp_path):
     photos = tmp_path / "photos"
     photos.mkdir()

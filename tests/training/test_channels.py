@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import vit
 from tests.serving.conftest import running
+from tests.slow_cases import mostly_slow
 from tests.training.children import same_after_a_kill
 from vit.commands.main import main
 from vit.config import Config
@@ -217,7 +218,7 @@ def test_a_cache_of_channels_gives_the_same_network(deep_data, deep_run, config_
         refuse_for_channels(rounds)
 
 
-@pytest.mark.parametrize("other", ["three.tif", "photo.jpg"])
+@pytest.mark.parametrize("other", mostly_slow(["three.tif", "photo.jpg"], 2))
 def test_images_of_another_kind_are_named(deep_data, config_of, tmp_path, capsys, other):
     data = shutil.copytree(deep_data, tmp_path / "data")
     path = data / "disc" / other
@@ -273,6 +274,7 @@ def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
     assert load_run(out).preprocessing.channels == chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("mae", "dino")), "simclr"]
 )

@@ -107,6 +107,7 @@ def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
     assert ranges == [ranges[0]] * 3
 
 
+@pytest.mark.slow
 def test_finished_folds_are_not_trained_again(config, tmp_path):
     seen, record = [], tmp_path / "folds.json"
 
@@ -344,6 +345,7 @@ def test_the_network_of_all_folds_has_the_temperature_of_unseen_images(
     assert (calibration.images, calibration.rejects) == (36, False)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_a_network_of_all_folds_that_is_worse_than_they_are_is_not_kept(
     fold_runs, config, tmp_path, monkeypatch

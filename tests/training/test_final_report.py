@@ -149,6 +149,7 @@ def test_a_fast_report_opens_no_image_again(tiny_config, tmp_path, monkeypatch):
     assert "Fast report" not in report(run).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", [pytest.param("caption", marks=pytest.mark.slow), "classify,caption"]
 )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.slow_cases import mostly_slow
 from tests.training.runs import equal_models, events, signalled_at
 from vit.errors import ConfigError
 from vit.training import final_report, loader_autotune
@@ -19,7 +20,7 @@ def losses(folder) -> list[float]:
     return [event["loss"] for event in events(folder, "step")]
 
 
-@pytest.mark.parametrize("min_crop", [0.3, 1.0])
+@pytest.mark.parametrize("min_crop", mostly_slow([0.3, 1.0], 2))
 def test_a_run_with_a_cache_repeats_exactly(tiny_config, tmp_path, capsys, min_crop):
     settings = {"cache": "disk", "cache_folder": str(tmp_path / "cache"), "min_crop": min_crop}
     config = tiny_config(epochs=2, **settings)
@@ -31,6 +32,7 @@ def test_a_run_with_a_cache_repeats_exactly(tiny_config, tmp_path, capsys, min_c
     assert equal_models(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["disk", pytest.param("device", marks=pytest.mark.slow)])
 def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(tiny_config, tmp_path, cache):
     folder = {"cache_folder": str(tmp_path / "cache")} if cache == "disk" else {}

@@ -855,6 +855,7 @@ def test_the_speed_is_that_of_the_captioner(captions, monkeypatch):
     assert all(math.isfinite(one.flops) and one.flops > 1e6 for one in plan.facts.timed)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_the_plan_of_captions_is_printed_and_saved_and_trains(captions, tmp_path, capsys):

@@ -13,6 +13,7 @@ from PIL import Image
 
 import vit
 import vit.weights.formats.timm_conv_stem
+from tests.slow_cases import mostly_slow
 from vit.config.setting_layers import make_config, read_settings
 from vit.tasks.task import get_task
 from vit.training.distributed.devices import make_accelerator
@@ -48,7 +49,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.auto_precision
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", mostly_slow(RECIPES), ids=lambda path: path.stem)
 def test_a_recipe_takes_its_first_steps(path, photos):
     small = {"data": str(photos), "batch_size": 4, "workers": 0, "device": "cpu"}
     if path.stem == "imagenet_small":

@@ -82,6 +82,7 @@ def test_a_run_predicts_natively_as_its_network_does(native_run, rectangles):
         np.testing.assert_allclose(row, logits.softmax(1)[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_calibration_is_of_native_images(native_run, rectangles, tmp_path):
     vit.calibrate(native_run, rectangles, split="val", precision="fp32", target_precision=0.6)
     assert load_run(native_run).distance is not None
@@ -93,6 +94,7 @@ def test_a_calibration_is_of_native_images(native_run, rectangles, tmp_path):
     assert len(record["classes"][0]["weights"]) * 8 == record["seen"]["size"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

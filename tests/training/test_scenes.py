@@ -67,6 +67,7 @@ def test_no_film_is_divided_and_a_resumed_run_has_the_same_split(
         train(tiny_config(**settings), run, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.auto_precision
 def test_each_image_is_on_its_own_with_group_none(films, tiny_config, tmp_path):
     settings = {"data": str(films), **SHORT, "val_share": 0.4, "group": None}

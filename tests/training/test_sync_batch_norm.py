@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.slow_cases import mostly_slow
 from tests.training.children import Job, command
 from tests.training.runs import SHORT, SIZES, read_events
 from vit.config import ModelConfig
@@ -30,6 +31,7 @@ def weights(folder):
     return load_file(find_checkpoints(folder / "checkpoints")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stop_at_a_bad_image_keeps_them(
     tiny_config, colour_data, tmp_path, data_with_a_bad_image, accumulate
@@ -114,7 +116,7 @@ def test_neither_frozen_statistics_nor_unreadable_images_count():
     assert not any("running" in name for name in ExponentialMovingAverage(model, 0.9).average)
 
 
-@pytest.mark.parametrize("method", ["linear", "lora"])
+@pytest.mark.parametrize("method", mostly_slow(["linear", "lora"], 2))
 def test_a_frozen_encoder_keeps_its_statistics(tiny_config, tmp_path, method):
     train(tiny_config(**STEM, **SHORT), tmp_path / "first")
     settings = {**STEM, **SHORT, "weights": str(tmp_path / "first")}

@@ -163,6 +163,7 @@ def test_a_network_of_tiles_finds_the_spot(tile_data, config_of, tmp_path):
     assert hits >= 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", pytest.param("linear", marks=pytest.mark.slow)])
 def test_pretrained_weights_encode_the_tiles(tile_data, tiny_run, tmp_path, method):
     out, given = tmp_path / "run", {**PLAIN, "weights": str(tiny_run), "method": method}

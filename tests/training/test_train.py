@@ -350,6 +350,7 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path, run, f
     assert equal_models(run, finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.slow_cases import mostly_slow
 from tests.training.runs import SIZES, equal_models
 from vit.config.setting_layers import make_config, with_settings, write_settings
 from vit.config.stored_config import stored_config
@@ -119,7 +120,7 @@ def pretended(settings, monkeypatch):
     return state
 
 
-@pytest.mark.parametrize("time", ["1m", "7m", "24m", "1h", "10h"])
+@pytest.mark.parametrize("time", mostly_slow(["1m", "7m", "24m", "1h", "10h"]))
 def test_a_search_fills_its_time_and_a_failed_trial_does_not_end_it(
     pretended, tmp_path, capsys, time
 ):

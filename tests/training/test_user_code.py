@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vit
+from tests.slow_cases import mostly_slow
 from tests.training.children import Job, complete, differences
 from tests.training.runs import (
     ON_CPU,
@@ -342,7 +343,7 @@ def test_a_callback_stops_the_run_after_its_step(tiny_config, tmp_path, capfd):
     assert again.scores == result.scores
 
 
-@pytest.mark.parametrize("missing", [1, 2])
+@pytest.mark.parametrize("missing", mostly_slow([1, 2], 2))
 def test_a_stopped_run_that_was_killed_ends_as_it_would_have(tiny_config, tmp_path, missing):
     """Whatever checkpoint is the newest: that of the stop, or one before it."""
     own = {"callbacks": [StopAt(4)], "report": False}

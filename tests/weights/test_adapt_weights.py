@@ -10,6 +10,7 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed, resize_rel
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
+from tests.slow_cases import mostly_slow
 from tests.weights.parity import build
 from vit.config import ModelConfig
 from vit.errors import WeightsError
@@ -184,17 +185,19 @@ def timm_model(image_size: int, patch_size: int, channels: int = 3, file: object
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"image_size": 16},
-        {"image_size": 56},
-        {"patch_size": 4},
-        {"patch_size": 16},
-        {"image_size": 60, "patch_size": 10},
-        {"image_size": 28, "patch_size": 7},
-        {"channels": 1},
-        {"channels": 4, "image_size": 40},
-        {"channels": 12, "patch_size": 16},
-    ],
+    mostly_slow(
+        [
+            {"image_size": 16},
+            {"image_size": 56},
+            {"patch_size": 4},
+            {"patch_size": 16},
+            {"image_size": 60, "patch_size": 10},
+            {"image_size": 28, "patch_size": 7},
+            {"channels": 1},
+            {"channels": 4, "image_size": 40},
+            {"channels": 12, "patch_size": 16},
+        ]
+    ),
     ids=str,
 )
 @pytest.mark.parametrize(

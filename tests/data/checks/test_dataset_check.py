@@ -113,6 +113,7 @@ def test_all_problems_of_a_folder_are_found_at_once(folder):
         assert problem["severity"] == KINDS[problem["kind"]]
 
 
+@pytest.mark.slow
 def test_a_table_that_hides_warnings_names_the_flags_that_show_them(folder):
     train = folder / "train"
     for at in range(2):
@@ -289,6 +290,7 @@ def test_a_damaged_cache_is_recreated(folder, cached):
     assert len(found(folder, **asked)[0].stats) == 29
 
 
+@pytest.mark.slow
 def test_a_cache_locked_by_another_process_is_not_used_and_noted(folder, cached, monkeypatch):
     _, asked, database = cached
     notes: list[str] = []

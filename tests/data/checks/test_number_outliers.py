@@ -85,6 +85,7 @@ def test_columns_of_texts_are_counted_by_class(checked):
     assert "age: is new in all training images" in by_kind(found)["one_number"]
 
 
+@pytest.mark.slow
 def test_predictions_suspect_numbers_far_from_them(checked, tmp_path):
     random, rows = np.random.default_rng(0), tmp_path / "rows.jsonl"
     numbers = [float(n) for n in range(40)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.sources.conftest import pack, plant
+from tests.slow_cases import mostly_slow
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.image_list import images_in
 from vit.data.sources.image_name_lookup import ImageNames
@@ -147,7 +148,7 @@ def tree(tmp_path_factory):
     return root, names
 
 
-@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("read", mostly_slow(READERS))
 @pytest.mark.parametrize("writer", WRITERS)
 def test_every_list_that_is_written_is_read(tree, tmp_path, monkeypatch, writer, read):
     root, names = tree

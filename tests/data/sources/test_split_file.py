@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.data.sources.conftest import pack, plant
+from tests.slow_cases import mostly_slow
 from vit.data.sources import split_file
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import open_eval_split, read_source
@@ -99,7 +100,7 @@ def measured(run: Path, data: Path) -> tuple[set[str], str]:
     return {one.path for one in samples}, notes[0]
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["in its place", "moved"])
+@pytest.mark.parametrize("moved", mostly_slow([False, True], 2), ids=["in its place", "moved"])
 def test_what_is_measured_is_what_is_said(trained, tmp_path, moved):
     root, run, held_out = trained
     files = {path: Path(root / path).read_bytes() for path in images(16)}

@@ -135,6 +135,7 @@ def test_a_soup_holds_few_networks_at_a_time(tmp_path, monkeypatch):
     assert max(most) <= 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_epochs_that_its_checkpoint_refers_to(tiny_config, tmp_path):
     """The first checkpoint after a resume may turn out damaged; then that one is used again."""
     config = tiny_config(epochs=6, keep_best=2)

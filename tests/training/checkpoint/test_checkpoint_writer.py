@@ -43,6 +43,7 @@ def whole(tiny_config, tmp_path_factory):
     return train(tiny_config(**SHORT), tmp_path_factory.mktemp("whole") / "run").folder
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_first_checkpoint_resumes_exactly(tiny_config, tmp_path, whole):
     killed, after_step = tmp_path / "killed", Trainer.after_step
 

@@ -139,6 +139,7 @@ def test_loader_processes_change_nothing(outcome_of):
         assert_equal_outcomes(other, none, losses=0.0, weights=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_validation_image_counts_once(outcome_of, colour_data, tmp_path: Path, each: int):
     """Also where there are fewer images than processes."""

@@ -201,6 +201,7 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
     assert "Old and new classes" in read_report(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_speed")
 @pytest.mark.parametrize("memory", [0, pytest.param(1 << 30, marks=pytest.mark.slow)])
 def test_a_training_goes_on_with_the_share_and_the_cache_of_the_run(
@@ -319,6 +320,7 @@ def test_an_average_begins_with_the_probe_s_head(fine):
         assert [event["epoch"] for event in events(folder)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_terms_of_the_weights_go_on(fine, backbone, tmp_path, capfd):
     first = fine("first", method="probe", license="cc-by-nc-4.0")
     capfd.readouterr()

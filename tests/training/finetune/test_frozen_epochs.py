@@ -121,6 +121,7 @@ def test_settings_without_a_second_part_are_refused(settings, tmp_path, changes,
         vit.train(make_config({**settings, **changes}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_frozen_epochs_take_the_place_of_the_probe(settings, whole, tmp_path):
     assert "probe_first: false\n" in (whole / "config.yaml").read_text()
     cache = {"feature_cache": str(tmp_path / "cache"), "probe_first": True, "epochs": 2}

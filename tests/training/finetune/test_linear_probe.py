@@ -91,6 +91,7 @@ def test_held_out_images_were_not_seen(monkeypatch, folds):
     assert (head.cv_count, head.folds) == (200, folds)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_head():
     features, labels = draw(60, 10, 3)
     first, again, other = (fit_probe(features, labels, 3, seed=seed) for seed in (1, 1, 2))

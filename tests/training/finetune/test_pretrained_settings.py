@@ -143,6 +143,7 @@ def test_without_weights_settings_are_checked_at_once():
         dataclasses.replace(asked, finetune=FinetuneConfig())
 
 
+@pytest.mark.slow
 def test_experts_of_a_run_are_in_the_given_blocks(colour_data, tmp_path):
     """Trained, cut to other places in a second run, and resumed with the same flags."""
     words = {"data": str(colour_data), **ON_CPU, "epochs": 1}

@@ -112,6 +112,7 @@ def test_impossible_experts_are_refused_before_anything_is_written(fine, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_with_experts_is_a_source_of_weights(fine, capfd):
     """The methods that leave experts alone have their use once the experts differ."""
     source = fine("experts", method="full", epochs=1)

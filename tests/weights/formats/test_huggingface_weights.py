@@ -217,7 +217,7 @@ def assert_equal(
     assert difference < TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES))
 def test_answers_as_transformers_does(name, randomise, tmp_path):
     theirs, answer = network(name), CASES[name][2]
     config, state = files(theirs, randomise, tmp_path)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForImageClassification
 
+from tests.slow_cases import mostly_slow
 from tests.weights.parity import build
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
@@ -101,7 +102,7 @@ def answers(folder: Path, config: ModelConfig, images: Tensor) -> Tensor:
     return output.logits if config.num_classes else output.pooler_output
 
 
-@pytest.mark.parametrize("name", [*SAME, *EQUAL])
+@pytest.mark.parametrize("name", mostly_slow([*SAME, *EQUAL]))
 @torch.no_grad()
 def test_transformers_opens_what_is_written(name, randomise, tmp_path):
     changes, family = {**SAME, **EQUAL}[name]

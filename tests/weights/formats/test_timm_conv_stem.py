@@ -12,6 +12,7 @@ import vit
 import vit.weights.formats.huggingface_classes
 import vit.weights.formats.timm_conv_stem
 from tests.model.test_build import random_network
+from tests.slow_cases import mostly_slow
 from vit.config import Config, ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
@@ -43,7 +44,7 @@ def network(tmp_path, **options):
     return run, model, torch.randn(2, config.channels, side, side)
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(CASES), ids=str)
 @torch.no_grad()
 def test_timm_opens_a_run(tmp_path, options):
     run, model, images = network(tmp_path, **options)
@@ -78,7 +79,9 @@ def test_timm_adapts_the_image_size_and_head(tmp_path):
         timm.create_model("vit_conv_stem", pretrained=True)
 
 
-@pytest.mark.parametrize("options", [*CASES[:5], {"position": "rotary", "qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", mostly_slow([*CASES[:5], {"position": "rotary", "qk_norm": True}]), ids=str
+)
 @torch.no_grad()
 def test_transformers_opens_what_was_converted(tmp_path, options):
     run, model, images = network(tmp_path, **options)
