@@ -151,7 +151,6 @@ def test_tokens_embedding_and_attention_equal_those_of_torch(settings, tmp_path)
     np.testing.assert_allclose(probabilities, torch_says(run, images), atol=1e-5)
 
 
-@pytest.mark.slow
 def test_large_weights_are_external_data(run, tmp_path, monkeypatch):
     out, data = tmp_path / "a.onnx", tmp_path / "a.onnx.data"
     data.write_text("mine")

@@ -203,7 +203,7 @@ def test_what_is_for_one_question_is_refused_in_one_line(run, images, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["linear", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["linear", "lora"])
 def test_the_encoder_of_a_run_learns_other_questions(run, images, tmp_path, method):
     settings = {"method": method, "weights": str(run.folder), "epochs": 1, **CPU, "batch_size": 8}
     found = vit.train(str(images), tmp_path / "new", target=("shade", "light"), **settings)

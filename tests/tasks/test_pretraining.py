@@ -114,7 +114,7 @@ def test_a_training_with_labels_goes_on_from_it(pretrained, colour_classes, tmp_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("known_speed")
-@pytest.mark.parametrize("many", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [True, False])
 def test_the_number_of_labels_chooses_how_training_goes_on(
     pretrained, colour_classes, tmp_path, monkeypatch, capsys, many
 ):

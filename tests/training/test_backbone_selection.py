@@ -32,6 +32,7 @@ from vit.training.backbone_selection import (
     Tournament,
     read_record,
     shuffle_weights,
+    stratified_order,
 )
 from vit.training.distributed.devices import make_accelerator
 from vit.training.finetune.feature_extraction import Extractor
@@ -128,13 +129,37 @@ def test_a_copy_ties_and_the_smaller_one_is_taken(grey, tmp_path):
     assert "+0.0 points" in line
 
 
-def test_networks_that_know_nothing_leave_training_from_scratch(grey, tmp_path):
-    played = FakeTournament(grey, tmp_path / "c", ["random", "noise"])
+@pytest.mark.parametrize("seconds", [12.0, 1000.0])
+def test_networks_that_know_nothing_leave_training_from_scratch(grey, tmp_path, seconds):
+    played = FakeTournament(grey, tmp_path / "c", ["random", "noise"], seconds=seconds)
     assert played.run() is None
     assert played.summary()["chosen"] == SCRATCH
     assert "no better" in played.summary()["networks"][0]["left_out"]
     forced = FakeTournament(grey, tmp_path / "d", ["random", "noise"], scratch=False)
     assert forced.run() is not None
+
+
+def test_a_network_that_can_no_longer_be_read_is_not_chosen(grey, tmp_path, monkeypatch):
+    monkeypatch.setattr(selection, "MIN_IMAGES", 40)
+    played = FakeTournament(grey, tmp_path / "c", ["good", "fair", "random", "noise"], seconds=30.0)
+    real = played.open
+
+    def open_once(source, **options):
+        if source == "good" and played.networks["good"]["right"]:
+            played.networks[source]["left_out"] = "gone"
+            return None
+        return real(source, **options)
+
+    monkeypatch.setattr(played, "open", open_once)
+    assert played.run().weights.source == "fair"
+    assert played.networks["good"]["left_out"] == "gone"
+
+
+def test_other_networks_are_compared_anew(grey, tmp_path):
+    first = FakeTournament(grey, tmp_path / "c", ["fair", "random"])
+    assert first.run().weights.source == "fair"
+    second = FakeTournament(grey, tmp_path / "c", ["fair", "random", "good"])
+    assert second.run().weights.source == "good"
 
 
 def test_a_class_of_one_image_says_nothing_about_networks(grey, tmp_path):
@@ -217,17 +242,11 @@ def test_shuffled_weights_keep_their_values():
     assert not torch.equal(model.blocks[0].attn.qkv.weight, before["blocks.0.attn.qkv.weight"])
 
 
-def test_images_without_a_label_take_no_part(grey, tmp_path, monkeypatch):
-    real = open_data
-
-    def with_unlabelled(*args, **options):
-        splits = real(*args, **options)
-        first, *others = splits.train
-        return dataclasses.replace(splits, train=(dataclasses.replace(first, label=-1), *others))
-
-    whole = FakeTournament(grey, tmp_path / "c", ["good"]).samples
-    monkeypatch.setitem(FakeTournament.__init__.__globals__, "open_data", with_unlabelled)
-    assert FakeTournament(grey, tmp_path / "d", ["good"]).samples == whole[1:]
+def test_images_without_a_label_take_no_part(grey):
+    config = make_config({"data": str(grey)})
+    samples = open_data(config, list_data(config), compare=False).train
+    some = [dataclasses.replace(samples[0], label=-1), *samples[1:]]
+    assert len(stratified_order(some, seed=0)) == len(samples) - 1
 
 
 # ----------------------------------------------------------------------------- with files

@@ -275,9 +275,7 @@ def test_a_resumed_run_keeps_its_channels(deep_data, config_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", [*(pytest.param(task, marks=pytest.mark.slow) for task in ("mae", "dino")), "simclr"]
-)
+@pytest.mark.parametrize("task", ["mae", "dino", "simclr"])
 def test_four_channels_pretrain_a_network_that_is_fine_tuned(deep_data, config_of, tmp_path, task):
     size = {"epochs": 1, "pooling": "mean", "class_token": False, "ema": 0.9}
     size |= {"color_jitter": 0.3, "cache": {"dino": "device", "simclr": "ram"}.get(task, "none")}

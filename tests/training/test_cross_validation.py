@@ -107,7 +107,6 @@ def test_all_folds_of_deep_images_have_one_range(tiny_config, tmp_path):
     assert ranges == [ranges[0]] * 3
 
 
-@pytest.mark.slow
 def test_finished_folds_are_not_trained_again(config, tmp_path):
     seen, record = [], tmp_path / "folds.json"
 

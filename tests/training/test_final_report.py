@@ -150,9 +150,7 @@ def test_a_fast_report_opens_no_image_again(tiny_config, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", [pytest.param("caption", marks=pytest.mark.slow), "classify,caption"]
-)
+@pytest.mark.parametrize("task", ["caption", "classify,caption"])
 def test_a_captioner_has_a_report_with_the_validations_numbers(
     caption_config, tmp_path, capsys, task
 ):

@@ -33,7 +33,7 @@ def test_a_run_with_a_cache_repeats_exactly(tiny_config, tmp_path, capsys, min_c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["disk", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", ["disk", "device"])
 def test_an_interrupted_run_with_a_cache_resumes_to_the_same_result(tiny_config, tmp_path, cache):
     folder = {"cache_folder": str(tmp_path / "cache")} if cache == "disk" else {}
     settings = {"epochs": 2, "cache": cache, "min_crop": 0.3, **folder}

@@ -99,8 +99,8 @@ def test_a_calibration_is_of_native_images(native_run, rectangles, tmp_path):
     "more",
     [
         {"method": "probe"},
-        pytest.param({"method": "full"}, marks=pytest.mark.slow),
-        pytest.param({"resize": "crop"}, marks=pytest.mark.slow),
+        {"method": "full"},
+        {"resize": "crop"},
     ],
 )
 def test_weights_of_a_native_run_stay_native_unless_another_way_is_chosen(

@@ -32,7 +32,7 @@ def weights(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_stop_at_a_bad_image_keeps_them(
     tiny_config, colour_data, tmp_path, data_with_a_bad_image, accumulate
 ):

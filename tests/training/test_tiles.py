@@ -164,7 +164,7 @@ def test_a_network_of_tiles_finds_the_spot(tile_data, config_of, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", pytest.param("linear", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["full", "linear"])
 def test_pretrained_weights_encode_the_tiles(tile_data, tiny_run, tmp_path, method):
     out, given = tmp_path / "run", {**PLAIN, "weights": str(tiny_run), "method": method}
     vit.train(str(tile_data), out, tiles=(TILE,), tile_count=8, epochs=1, **given)

@@ -355,24 +355,19 @@ def test_a_run_is_trained_by_one_process_at_a_time(tiny_config, tmp_path, run, f
     ("optimizer", "settings"),
     [
         ("muon", {"position": "relative", "norm_order": "sandwich", "num_kv_heads": 1}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("sgd", {"patch_sizes": (2, 4), "position": "learned"}),
-                ("lamb", {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1}),
-                (
-                    "adan",
-                    {
-                        "patch_dropout": 0.5,
-                        "merge_tokens": 1,
-                        "patch_size": 4,
-                        "position": "rotary",
-                    },
-                ),
-                ("lion", {"feedforward": "moe", "num_experts": 4, "capacity_factor": 0.8}),
-                ("nadamw", {}),
-            )
+        ("sgd", {"patch_sizes": (2, 4), "position": "learned"}),
+        ("lamb", {"feedforward": "moe", "num_experts": 4, "router_jitter": 0.1}),
+        (
+            "adan",
+            {
+                "patch_dropout": 0.5,
+                "merge_tokens": 1,
+                "patch_size": 4,
+                "position": "rotary",
+            },
         ),
+        ("lion", {"feedforward": "moe", "num_experts": 4, "capacity_factor": 0.8}),
+        ("nadamw", {}),
     ],
 )
 def test_other_networks_and_optimisers_resume_exactly(tiny_config, tmp_path, optimizer, settings):

@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
 from vit.config.setting_layers import Settings, make_config, with_settings
-from vit.data.dataset_types import Splits
+from vit.data.dataset_types import Sample, Splits
 from vit.data.image_archives import split_address
 from vit.data.preprocessing import Preprocessing
 from vit.data.random_seed import random_seed
@@ -50,7 +50,7 @@ from vit.training.finetune.feature_extraction import (
     weights_digest,
 )
 from vit.training.finetune.finetune_settings import complete_for_weights, merged_state_dict
-from vit.training.finetune.linear_probe import held_out_answers, stratified_subset
+from vit.training.finetune.linear_probe import held_out_answers
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_weights import WeightsChoice
 from vit.training.setup import make_network
@@ -63,7 +63,7 @@ ROUNDS_SHARE, MAX_SHARE = 0.2, 0.25
 """Shares of the time: of the rounds as planned, half of it at most to measure speeds; and of all
 with shuffled weights, at most."""
 MIN_IMAGES, MAX_IMAGES = 100, 6000
-"""Images of the first round, unless there are fewer or many classes, and of the last one."""
+"""Images of the first round, unless there are fewer, and of the last one."""
 FINALISTS = 2
 """Networks with which the rounds end."""
 TIE = 0.01
@@ -103,6 +103,21 @@ def read_record(path: Path) -> Record | None:
     return None
 
 
+def stratified_order(samples: Sequence[Sample], *, seed: int) -> list[Sample]:
+    """Labelled samples in an order of which each beginning has about the same share of a class."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "selection"))
+    by_class: dict[int, list[int]] = {}
+    for place in torch.randperm(len(samples), generator=generator).tolist():
+        if samples[place].label >= 0:
+            by_class.setdefault(samples[place].label, []).append(place)
+    ranks = {
+        place: (rank + 0.5) / len(own)
+        for own in by_class.values()
+        for rank, place in enumerate(own)
+    }
+    return [samples[place] for place in sorted(ranks, key=lambda one: (ranks[one], one))]
+
+
 class Tournament:
     """Rounds of a selection, of which `record` and its file `path` know some; all processes take
     part.
@@ -130,14 +145,14 @@ class Tournament:
         self.path, self.chosen, self.config = path, chosen, config
         self.choices = {choice.weights.source: choice for choice in choices}
         self.record = record
-        entrants = [[source, *versions([source])] for source in self.choices]
+        entrants = on_main(accelerator, lambda: [[s, *versions([s])] for s in sorted(self.choices)])
         if record.get("entrants") != entrants:
             networks: dict[str, Record] = {source: {"right": []} for source in self.choices}
             self.record = {name: record[name] for name in ("version", "speeds")}
             self.record |= {"entrants": entrants, "networks": networks}
         self.networks: dict[str, Record] = self.record["networks"]
         self.classes, self.scratch, self.seconds = len(splits.classes), scratch, seconds
-        self.samples = [sample for sample in splits.train if sample.label >= 0]
+        self.samples = stratified_order(splits.train, seed=config.training.seed)[:MAX_IMAGES]
         self.accelerator, self.clock, self.notify = accelerator, clock, notifier(accelerator)
         self.began: float = clock() - self.record.setdefault("spent", 0.0)
 
@@ -169,7 +184,8 @@ class Tournament:
                 self.measure_speeds()
                 record["images"] = self.round_sizes()
                 self.save()
-            record["ranking"] = self.play()
+            if "ranking" not in record:
+                record["ranking"] = self.play()
             record["chosen"] = self.decide()
             if any(network["right"] for network in self.networks.values()):
                 self.save()
@@ -226,19 +242,20 @@ class Tournament:
 
     def round_sizes(self) -> list[int]:
         """Images of each round; the slowest networks are left out where the time is too short."""
-        total = min(len(self.samples), MAX_IMAGES)
-        room = ROUNDS_SHARE * self.seconds - self.measured(self.began)
-        least = min(max(MIN_IMAGES, 4 * self.classes), total)
+        total, room = len(self.samples), ROUNDS_SHARE * self.seconds - self.measured(self.began)
+        least = min(MIN_IMAGES, total)
         networks = [one for one in self.networks.values() if "left_out" not in one]
         networks.sort(key=lambda one: -one["seconds"])
-        while len(networks) > 1 and room < sum(
-            one["opening"] + least * one["seconds"] for one in networks
+        while len(networks) > 1 and room < sum(  # one, perhaps the slowest, also shuffled
+            one["opening"] + least * one["seconds"] for one in (networks[0], *networks)
         ):
             networks.pop(0)["left_out"] = TOO_SLOW
+        opening, seconds = ([one[name] for one in networks] for name in ("opening", "seconds"))
         halvings = max(math.ceil(math.log2(max(len(networks), 1) / FINALISTS)), 0)
-        room -= 2 * sum(one["opening"] for one in networks)  # each round opens half as many
-        each = (1 + halvings / 2) * sum(one["seconds"] for one in networks)
-        first = max(int(room / max(each, 1e-9)), least)
+        # each round opens half as many networks as the one before
+        room -= 2 * sum(opening) + max(opening, default=0.0)
+        each = (1 + halvings / 2) * sum(seconds) + max(seconds, default=0.0)
+        first = min(max(int(room / max(each, 1e-9)), least), total)
         return sorted({min(first << number, total) for number in range(halvings + 1)})
 
     def play(self) -> list[str]:
@@ -256,9 +273,9 @@ class Tournament:
                 if right is not None:
                     network["right"].append(right)
                     self.save()
-                elif number:
+                elif number and "left_out" not in network:
                     self.record["images"] = images[:number]
-                    return ranking
+                    return [one for one in ranking if "left_out" not in self.networks[one]]
                 else:
                     network.setdefault("left_out", TOO_SLOW)
             ranking = [one for one in sources if len(self.networks[one]["right"]) > number]
@@ -281,9 +298,9 @@ class Tournament:
         extractor = None if late else self.open(source, shuffled=shuffled)
         if extractor is None:
             return None
-        # more images begin with those that are fewer
-        samples = stratified_subset(self.samples, count, seed=self.config.training.seed)
-        found = extract(samples, extractor, self.config, self.accelerator, ignore, self.is_late)
+        found = extract(
+            self.samples[:count], extractor, self.config, self.accelerator, ignore, self.is_late
+        )
         if found is None:
             return None
         seed = random_seed(self.config.training.seed, "probe")
@@ -296,7 +313,8 @@ class Tournament:
         last = len(self.record["images"]) - 1
         ranked: list[str] = self.record["ranking"]
         while ranked and self.scratch and not self.knows_images(ranked[0]):
-            self.networks[ranked.pop(0)]["left_out"] = "no better than with shuffled weights"
+            why = "no better than with shuffled weights"
+            self.networks[ranked.pop(0)].setdefault("left_out", why)
         if not ranked and not self.scratch:
             late = [s for s, one in self.networks.items() if one.get("left_out") == TOO_SLOW]
             if not late:
@@ -316,7 +334,7 @@ class Tournament:
             network["shuffled"] = self.answers(source, self.record["images"][0], shuffled=True)
             self.save()
         if not network["shuffled"]:
-            return True
+            return "left_out" not in network
         return paired(network["shuffled"], network["right"][0]).verdict() == "better"
 
     def summary(self) -> dict[str, Any]:

@@ -153,7 +153,6 @@ def test_a_truncated_checkpoint_is_skipped_for_the_one_before_it(
         assert differences(folder, whole) == [], f"cut to {cut} bytes"
 
 
-@pytest.mark.slow
 def test_a_run_with_only_damaged_checkpoints_is_refused_and_kept(stopped, words, tmp_path):
     for path in find_checkpoints(stopped / "checkpoints"):
         path.write_bytes(flipped(path.read_bytes(), -100, 0))

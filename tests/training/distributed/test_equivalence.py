@@ -140,7 +140,7 @@ def test_loader_processes_change_nothing(outcome_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [1, 3])
 def test_each_validation_image_counts_once(outcome_of, colour_data, tmp_path: Path, each: int):
     """Also where there are fewer images than processes."""
     data = tmp_path / "data"

@@ -203,7 +203,7 @@ def test_an_added_class_takes_few_epochs_and_a_table_of_recall(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("known_speed")
-@pytest.mark.parametrize("memory", [0, pytest.param(1 << 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("memory", [0, 1 << 30])
 def test_a_training_goes_on_with_the_share_and_the_cache_of_the_run(
     colour_data, tmp_path, monkeypatch, memory
 ):

@@ -295,7 +295,11 @@ def test_blocks_that_shared_a_table_have_one_each(randomise):
             "computes something else",
         ),
         ("vit_small_patch16_rope_224", {"gated_attn": True}, "takes no argument gated_attn"),
-        ("naflexvit_base_patch16_radio_v3", {"img_size": None}, "its positions are cropped; vit_"),
+        (
+            "naflexvit_base_patch16_radio_v3",
+            {"img_size": None},
+            "its positions are resized as RADIO",
+        ),
     ],
 )
 def test_other_networks_are_refused_with_the_difference(name, args, reason):

@@ -294,8 +294,8 @@ def _patches(model: Any) -> tuple[int, int]:
     if hasattr(model, "embeds"):  # NaFlexViT takes any image: that of its table
         side, (rows, columns) = model.embeds.patch_size[0], model.embeds.pos_embed.shape[1:3]
         sizes = (rows * side, columns * side)
-        if model.embeds.pos_embed_ar_preserving:  # as of naflexvit_*_radio_*
-            raise WeightsError("its positions are cropped; vit_*_radio_* of timm has the same ones")
+        if model.embeds.pos_embed_ar_preserving and not model.embeds.pos_embed_antialias:
+            raise WeightsError("its positions are resized as RADIO's; take timm's vit_*_radio_*")
     else:
         side, sizes = model.patch_embed.patch_size[0], model.patch_embed.img_size
     if sizes[0] != sizes[1]:
