@@ -328,14 +328,17 @@ class Tournament:
         return min(tied, key=self.size)
 
     def knows_images(self, source: str) -> bool:
-        """Whether a network is better than with shuffled weights; also where that is not known."""
+        """Whether a network is better than with shuffled weights, its own and those of the networks
+        asked before; also where that is not known."""
         network = self.networks[source]
         if "shuffled" not in network:
             network["shuffled"] = self.answers(source, self.record["images"][0], shuffled=True)
             self.save()
         if not network["shuffled"]:
             return "left_out" not in network
-        return paired(network["shuffled"], network["right"][0]).verdict() == "better"
+        known = [one["shuffled"] for one in self.networks.values() if one.get("shuffled")]
+        best = max(known, key=lambda right: right.count("1"))
+        return paired(best, network["right"][0]).verdict() == "better"
 
     def summary(self) -> dict[str, Any]:
         """The content of backbones.json: what was measured, and what was chosen."""
