@@ -63,6 +63,8 @@ class FakeTournament(Tournament):
     """A tournament of networks that add noise to the class of an image, by a clock of its own."""
 
     now, kill_after, images = 0.0, 10**9, 0
+    untaught = ""
+    """A network that is as good with shuffled weights."""
 
     def __init__(self, data: Path, cache: Path, names, *, seconds=1000.0, scratch=True):
         chosen = {"data": str(data), "feature_cache": str(cache), "workers": 0}
@@ -90,7 +92,8 @@ class FakeTournament(Tournament):
             pixels = np.asarray(read_image(path))
             digest = hashlib.sha256(pixels.tobytes() + source.encode()).digest()
             noise = np.random.default_rng([*digest]).normal(size=CLASSES)
-            scale = 1e6 if shuffled else 0.6 if source == "copy" else NOISE[source]
+            chance = shuffled and source != self.untaught
+            scale = 1e6 if chance else 0.6 if source == "copy" else NOISE[source]
             if source == "copy" and not shuffled:  # the same features as of `good`
                 digest = hashlib.sha256(pixels.tobytes() + b"good").digest()
                 noise = np.random.default_rng([*digest]).normal(size=CLASSES)
@@ -137,6 +140,12 @@ def test_networks_that_know_nothing_leave_training_from_scratch(grey, tmp_path, 
     assert "no better" in played.summary()["networks"][0]["left_out"]
     forced = FakeTournament(grey, tmp_path / "d", ["random", "noise"], scratch=False)
     assert forced.run() is not None
+
+
+def test_what_is_worse_than_another_with_shuffled_weights_is_not_chosen(grey, tmp_path):
+    played = FakeTournament(grey, tmp_path / "c", ["good", "fair"])
+    played.untaught = "good"
+    assert played.run() is None
 
 
 def test_a_network_that_can_no_longer_be_read_is_not_chosen(grey, tmp_path, monkeypatch):
