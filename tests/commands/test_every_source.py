@@ -74,12 +74,12 @@ COMMANDS = {
 
 
 # These take seconds, or a second each: two sources are enough for the next edit.
-SLOW = {"export": (), "train": ("run", "timm"), "check": ("run", "timm")}
+QUICK_SOURCES = {"export": (), "train": ("run", "timm"), "check": ("run", "timm")}
 EVERY = [
     pytest.param(
         command,
         source,
-        marks=[] if source in SLOW.get(command, (source,)) else [pytest.mark.slow],
+        marks=[] if source in QUICK_SOURCES.get(command, (source,)) else [pytest.mark.slow],
         id=f"{command}-{source}",
     )
     for command in COMMANDS
