@@ -156,7 +156,8 @@ class Application:
     async def predict(self, request: Request) -> Response:
         query = parse_query(request)
         model = self.registry.get(query.get("model"))
-        options = row_options(query)
+        given = [field.name for field in fields(RowOptions) if field.name in query]
+        options = RowOptions(**{name: parse_parameter(name, query[name]) for name in given})
         explain = query.get("explain")
         if explain not in (None, "json", "image"):
             raise ConfigError(f"explain={printable(explain[:40])!r}: give json or image")
@@ -197,7 +198,7 @@ class Application:
     # --- KServe ------------------------------------------------------------------------------
 
     async def kserve_server(self, _request: Request) -> Response:
-        return json_response(kserve_protocol.server_metadata())
+        return json_response(kserve_protocol.SERVER)
 
     async def kserve_live(self, _request: Request) -> Response:
         live = not self.scheduler.failure
@@ -422,13 +423,8 @@ def parse_query(request: Request) -> dict[str, str]:
     return query
 
 
-def row_options(query: dict[str, str]) -> RowOptions:
-    """Options of the rows, as their schemas in the OpenAPI document allow."""
-    names = [field.name for field in fields(RowOptions) if field.name in query]
-    return RowOptions(**{name: parse_parameter(name, query[name]) for name in names})
-
-
 def parse_parameter(name: str, word: str) -> Any:
+    """The value of an option of the rows, as its schema in the OpenAPI document allows."""
     schema = PREDICT_PARAMETERS[name][1]
     shown = f"{name}={printable(word[:40])!r}"
     if schema["type"] == "boolean":

@@ -40,10 +40,10 @@ def measure_batch_sizes(
     run = partial(_run, compute, model)
     whole = run(images, seconds)
     turned = run([*images[1:], *images[:1]], seconds)
-    if largest > 1 and not (
-        _equal(turned, [*whole[1:], *whole[:1]])
-        and _are_alone_the_same(run, images, whole, seconds)
-    ):  # the digits depend on the place in a batch, or on the other images of it
+    # beside blank images; of two, since one of them may set the scale of the whole batch
+    alone = [run([image], seconds, size=largest)[0] for image in images[:2]]
+    same = _equal(turned, [*whole[1:], *whole[:1]]) and _equal(alone, whole[:2])
+    if largest > 1 and not same:  # the digits depend on the place, or on the other images
         measure_batch_sizes(model, 1, compute, all_cores)
         return
     exact = [largest]
@@ -64,15 +64,6 @@ def measure_batch_sizes(
         least = model.batch_sizes[0]
         there = partial(_run, all_cores, model)
         model.exact_on_all_cores = _is_faster(run, there, images[:least], whole[:least])
-
-
-def _are_alone_the_same(
-    run: Run, images: Sequence[Any], whole: Sequence[Any], seconds: dict[int, float]
-) -> bool:
-    """Whether blank images beside an image give the digits that the others of `images` give."""
-    # of two, since one of them may set the scale of the whole batch
-    alone = [run([image], seconds, size=len(images))[0] for image in images[:2]]
-    return _equal(alone, whole[:2])
 
 
 def _is_faster(run: Run, on_all_cores: Run, images: Sequence[Any], whole: Sequence[Any]) -> bool:

@@ -35,7 +35,12 @@ from vit.text import printable
 from vit.version import __version__
 
 HEADER_LENGTH = "inference-header-content-length"
-EXTENSIONS = ("binary_tensor_data", "classification")
+SERVER = {
+    "name": "vit",
+    "version": __version__,
+    "extensions": ["binary_tensor_data", "classification"],
+}
+"""Answer of GET /v2."""
 PIXELS, ENCODED = "images", "encoded"
 PROBABILITIES, CAPTION, ROWS = "probabilities", "caption", "rows"
 INPUTS = {PIXELS: ("UINT8", 4, "[batch, height, width, 3]"), ENCODED: ("BYTES", 1, "[batch]")}
@@ -50,11 +55,6 @@ TYPES = {
 VERSION = "1"
 MAX_JSON_BYTES = 8_000_000
 """JSON takes up to twenty times its size when it is parsed."""
-
-
-def server_metadata() -> dict[str, Any]:
-    """Answer of GET /v2."""
-    return {"name": "vit", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
 def model_metadata(model: ServedModel) -> dict[str, Any]:
