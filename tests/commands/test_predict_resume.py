@@ -340,7 +340,7 @@ def test_a_name_that_is_too_long_is_said_at_once(
     refusal, tiny_run, input_images, tmp_path, monkeypatch, size
 ):
     monkeypatch.setattr(
-        "vit.inference.prediction_job.open_predictor", lambda *_: pytest.fail("too late")
+        "vit.inference.prediction_job.Predictor", lambda *_, **__: pytest.fail("too late")
     )
     out = tmp_path / f"{'x' * (size - 4)}.csv"
     said = refusal("predict", tiny_run, *input_images, "--out", out)

@@ -37,7 +37,7 @@ from vit.errors import (
     is_out_of_memory,
 )
 from vit.exported.engine import library_version, select_engine
-from vit.inference.predictor import Predictor, model_files, open_predictor
+from vit.inference.predictor import Predictor, model_files
 from vit.output.output_file import (
     check_distinct,
     check_folder,
@@ -162,6 +162,8 @@ def check_prediction(config: PredictionConfig, inference: InferenceConfig) -> No
             config.format == "xlsx" and (ray or streamed)
         ),
         "--engine ray writes files: give --out": ray and out is None,
+        f"explain={config.explain!r}: not supported by an exported network; give the run it was "
+        "exported from": config.explain is not None and config.engine != "torch",
         f"{processes} processes write one file together: give --out FILE, without --explain": (
             processes > 1 and streamed
         ),
@@ -440,9 +442,9 @@ def open_predictor_on_all(
 
     def open_with(precision: str) -> Predictor:
         chosen = settings | {"precision": precision}
-        return open_predictor(
-            config.model, str(config.engine), chosen, images, explain=config.explain
-        )
+        predictor = Predictor(config.model, engine=config.engine, **chosen)
+        predictor.autotune_precision(images)
+        return predictor
 
     predictor = group.run_on_all(lambda: None if group.rank else open_with(precision))
     precision = group.run_on_main(lambda: predictor.precision if predictor else precision)

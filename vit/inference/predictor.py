@@ -399,20 +399,6 @@ def open_engine(
     return TorchEngine(model, config, notify)
 
 
-def open_predictor(
-    model: str, engine: str, settings: dict[str, Any], images: Sequence[str], *, explain: str | None
-) -> Predictor:
-    """Open a model and choose its precision for `images`."""
-    if engine != "torch" and explain is not None:
-        raise ConfigError(
-            f"explain={explain!r}: not supported by an exported network; give the run it was "
-            "exported from"
-        )
-    predictor = Predictor(model, engine=engine, **settings)
-    predictor.autotune_precision(images)
-    return predictor
-
-
 def open_evaluated(model: "PathLike | LoadedRun", *, notify: Notify, **settings: Any) -> Predictor:
     """Open a network whose answers are measured."""
     predictor = Predictor(model, notify=notify, **settings)
