@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vit.errors import ConfigError, RunError, WeightsError
+from vit.errors import ConfigError, RunError
 from vit.output import resumable_output
 from vit.output.resumable_output import (
     Block,
@@ -243,11 +243,6 @@ def test_npy_is_what_numpy_writes(tmp_path, vectors, blocks):
     np.save(tmp_path / "expected.npy", expected)
     assert (tmp_path / "x.npy").read_bytes() == (tmp_path / "expected.npy").read_bytes()
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy", mmap_mode="r"), expected)
-
-
-def test_a_vector_of_another_width_is_refused():
-    with pytest.raises(WeightsError, match="shape"):
-        resumable_output.encode_vectors([np.zeros(3)], DIM)
 
 
 def test_the_name_says_the_format():

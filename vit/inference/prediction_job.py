@@ -33,7 +33,6 @@ from vit.errors import (
     DataError,
     RunError,
     VitError,
-    WeightsError,
     is_out_of_memory,
 )
 from vit.exported.engine import library_version, select_engine
@@ -712,7 +711,7 @@ class PredictionJob:
                     first=indices[0],
                     images=len(block),
                     rows="".join(map(format_row, block)).encode(),
-                    vectors=encode_embeddings(block, dim) if dim else b"",
+                    vectors=encode_vectors((x.embedding for x in block), dim) if dim else b"",
                     errors=[(n, one.error) for n, one in enumerate(block) if one.error is not None],
                     totals=dict(self.totals),
                 )
@@ -756,14 +755,6 @@ class Outcome(NamedTuple):
 
 def sum_totals(outcomes: Sequence[Outcome]) -> Counter[str]:
     return sum((outcome.totals for outcome in outcomes), Counter())
-
-
-def encode_embeddings(block: Sequence[Prediction], dim: int) -> bytes:
-    """Encode the embeddings of a block; failures have none."""
-    for one in block:
-        if one.error is None and one.embedding is None:
-            raise WeightsError(f"{one.image}: the network gave no embedding")
-    return encode_vectors((one.embedding for one in block), dim)
 
 
 def check_interruption(output: ResumableOutput, signals: Interruption) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vit.atomic_files import POSIX, explain_write_errors, lock_file, open_atomic, write_text
-from vit.errors import ConfigError, RunError, VitError, WeightsError
+from vit.errors import ConfigError, RunError, VitError
 from vit.output.output_file import check_output, resolve_link
 from vit.text import plural
 
@@ -355,16 +355,12 @@ def check_embeddings(path: str) -> None:
 
 
 def encode_vectors(vectors: "Iterable[npt.ArrayLike | None]", dim: int) -> bytes:
-    """Encode vectors as float32; missing ones as NaN."""
+    """Encode vectors, (dim,) each, as float32; missing ones as NaN."""
     import numpy as np
 
-    pieces = []
-    for vector in vectors:
-        row = np.full(dim, np.nan) if vector is None else np.asarray(vector)
-        if row.shape != (dim,):
-            raise WeightsError(f"an embedding has the shape {row.shape}, and not ({dim},)")
-        pieces.append(row.astype("<f4").tobytes())
-    return b"".join(pieces)
+    missing = np.full(dim, np.nan)
+    rows = [missing if vector is None else np.asarray(vector) for vector in vectors]
+    return np.stack(rows).astype("<f4").tobytes()
 
 
 def write_embeddings(path: Path, blocks: "Iterable[Block]", images: int, dim: int) -> None:
