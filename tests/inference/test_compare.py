@@ -127,7 +127,7 @@ def test_unreadable_images_are_left_out_and_named(tiny_run, other_run, tiny_data
 @pytest.mark.parametrize(
     ("places", "count", "told"),
     [
-        ([(0, 9), (5, 15)], 4, "11 images left out, which only one of the two held out"),
+        ([(0, 9), (5, 15)], 4, "11 images left out, which only some of the runs held out"),
         ([(0, 9), (5, 15), (3, 8)], 3, "12 images left out, which only some of the runs held out"),
     ],
     ids=["two runs", "three runs"],
@@ -147,7 +147,7 @@ def test_only_images_that_all_runs_held_out_are_compared(
 def test_runs_that_held_out_different_images_are_not_compared(tiny_run, tiny_data, tmp_path):
     data = tiny_data / "val"
     runs = copies_that_held_out(tiny_run, data, tmp_path, [slice(9), slice(20, 27)])
-    with pytest.raises(DataError, match="no image is held out by both"):
+    with pytest.raises(DataError, match="no image is held out by all"):
         compare(*runs, str(data), **EXACT)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vit.config.stored_config import run_folder_of
 from vit.data.dataset import MultiHot
 from vit.data.dataset_types import NO_LABEL, Sample, labels_of
 from vit.data.sources.dataset_spec import DatasetSpec, as_dataset_spec
@@ -94,29 +93,25 @@ def compare_runs(
     first, several = predictors[0], predictors[0].thresholds is not None
     sources = [source_of(run, predictor) for run, predictor in zip(runs, predictors, strict=True)]
     specs = [
-        evaluated_spec(
-            predictor.task,
-            run_folder_of(source) if isinstance(source, str | os.PathLike) else None,
-            spec,
-            predictor.classes,
-        )
+        evaluated_spec(predictor.task, source, spec, predictor.classes)
         for source, predictor in zip(sources, predictors, strict=True)
     ]
     tables = _held_out_samples(predictors, sources, specs, spec, notify)
     paths = [path for path in tables[0] if all(path in table for table in tables[1:])]
-    two = len(runs) == 2
     if not paths:
-        every, none = ("both", "neither") if two else ("all", "none")
         raise DataError(
-            f"{spec.data}: no image is held out by {every} trainings; give data that "
-            f"{none} was trained on"
+            f"{spec.data}: no image is held out by all trainings; give data that none was "
+            "trained on"
         )
     if left_out := len(set[str]().union(*tables)) - len(paths):
-        which = "only one of the two" if two else "only some of the runs"
-        notify(f"note: {plural(left_out, 'image')} left out, which {which} held out")
+        images = plural(left_out, "image")
+        notify(f"note: {images} left out, which only some of the runs held out")
     _check_same_labels(predictors, tables, paths, spec)
-    if several:
-        _require_a_class([labels_of(tables[0][path]) for path in paths], spec)
+    if several and not any(labels_of(tables[0][path]) for path in paths):
+        raise DataError(
+            f"{spec.data}: none of {plural(len(paths), 'image')} has a class, and "
+            "networks are compared by the mean average precision of classes; give labelled images"
+        )
     failed: dict[str, str] = {}
     answers: list[dict[str, Answer]] = []
     rows: list[dict[str, Tensor]] = []
@@ -143,8 +138,6 @@ def compare_runs(
     if not readable:
         raise DataError(f"{spec.data}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
-    if several:
-        _require_a_class(labels, spec)
     names = image_groups(next((one for one in specs if one.group), spec), readable)
     by_image = {path: [each[path] for each in answers] for path in readable}
     right = torch.tensor([[one.right for one in by_image[path]] for path in readable]).T
@@ -228,15 +221,6 @@ def _shared_label_settings(specs: Sequence[DatasetSpec], notify: Notify) -> dict
     ]
     notify(f"note: all runs are compared with {' and '.join(given)}, as some were trained with")
     return {"corrections": corrections, "label_list": labels}
-
-
-def _require_a_class(labels: Sequence[Sequence[int]], spec: DatasetSpec) -> None:
-    """Raise if no image has any label."""
-    if not any(labels):
-        raise DataError(
-            f"{spec.data}: none of {plural(len(labels), 'image')} has a class, and "
-            "networks are compared by the mean average precision of classes; give labelled images"
-        )
 
 
 def _check_same_labels(
