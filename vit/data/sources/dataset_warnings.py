@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from vit.class_tree import ancestors, last_name, parent
 from vit.data.dataset_types import ImagesByClass
-from vit.data.image_archives import MAX_BYTES, content_digest, open_binary, relative, size_of
-from vit.data.sources.split_file import file_digests
+from vit.data.image_archives import content_digest, open_binary, relative
+from vit.data.sources.split_file import file_digests, image_bytes
 from vit.errors import BadImage
 from vit.text import is_unicode, join_names, nearest_names, plural, printable
 
@@ -188,7 +188,7 @@ def copies_of(paths: Iterable[str], among: Iterable[str]) -> set[str]:
 def equal_files(paths: Iterable[str]) -> list[list[str]]:
     """Groups of files with identical bytes; unreadable files are left out."""
     groups = [list(paths)]
-    for key in (_size, _tail_digest, content_digest):  # each reads more bytes of fewer files
+    for key in (image_bytes, _tail_digest, content_digest):  # each reads more of fewer files
         groups = [part for group in groups for part in _group_by(group, key)]
     return groups
 
@@ -199,14 +199,6 @@ def _group_by(paths: list[str], key: Callable[[str], object]) -> list[list[str]]
         with contextlib.suppress(OSError, BadImage):  # reported when its header is checked
             groups[key(path)].append(path)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _size(path: str) -> int:
-    """Bytes of a file; a size that no image has is an error, as reading might never end."""
-    size = size_of(path)
-    if not 0 < size <= MAX_BYTES:
-        raise BadImage(path, f"an image of {size:,} bytes")
-    return size
 
 
 def _tail_digest(path: str) -> bytes:

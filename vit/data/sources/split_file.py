@@ -95,7 +95,8 @@ def file_digests(
 
     def digest(path: str) -> str | None:
         with contextlib.suppress(OSError, BadImage):
-            if (size := _size(path)) and (sizes is None or size in sizes):
+            size = str(image_bytes(path))
+            if sizes is None or size in sizes:
                 return f"{size}:{content_digest(path).hex()}"
         return None
 
@@ -104,11 +105,12 @@ def file_digests(
         return dict(zip(every, pool.map(digest, every), strict=True))
 
 
-def _size(path: str) -> str | None:
-    """Bytes of an image in digits; None if it is not there, or no image has such a size."""
-    with contextlib.suppress(OSError, BadImage):
-        return str(size) if 0 < (size := size_of(path)) <= MAX_BYTES else None
-    return None
+def image_bytes(path: str) -> int:
+    """Bytes of an image; a size that no image has is an error, as reading might never end."""
+    size = size_of(path)
+    if not 0 < size <= MAX_BYTES:
+        raise BadImage(path, f"an image of {size:,} bytes")
+    return size
 
 
 def split_record(paths: Sequence[str], root: Path) -> dict[str, Any]:
