@@ -183,22 +183,15 @@ def add_fields(
     without: Collection[str] = (),
     flags: Mapping[str, str] | None = None,
 ) -> None:
-    """Add a flag for each field of a dataclass of settings; see `settings_from_args`.
-
-    Args:
-        flags: Names of flags that are not those of their fields.
-    """
+    """Add a flag for each field of a dataclass of settings, of its name unless `flags` has another;
+    see `settings_from_args`."""
     for name, setting in settings_of(kind).items():
         if name not in without and (only is None or name in only):
             add_setting(group, dataclasses.replace(setting, name=(flags or {}).get(name, name)))
 
 
 def add_network_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> Any:
-    """Add the flags of InferenceConfig and --max-pixels.
-
-    Returns:
-        The argument group, for further flags.
-    """
+    """Add the flags of InferenceConfig and --max-pixels; return their group."""
     from vit.config.inference_config import InferenceConfig  # `vit train --help` needs none
 
     group = parser.add_argument_group("network (how it runs)")

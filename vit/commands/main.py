@@ -155,12 +155,7 @@ def run_command(name: str, words: list[str]) -> int:
 def requested_processes(environment: Mapping[str, str], parent: Sequence[str]) -> int:
     """Number of processes requested from accelerate's launcher, if it started a single one.
 
-    Args:
-        environment: Environment of this process; the launcher marks CPU runs, and sets the address
-            of the main process for several processes only.
-
-    Returns:
-        The number, or 1 if this process is one of several already, or none were requested.
+    The launcher marks CPU runs, and sets the address of the main process for several only.
     """
     marked = environment.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in environment
     if not marked or "WORLD_SIZE" in environment or "accelerate" not in " ".join(parent):

@@ -89,11 +89,8 @@ def reliability_chart(
     title: str,
     bins: Sequence[tuple[int, float, float, tuple[float, float]]],
 ) -> Chart:
-    """Accuracy against confidence with intervals, and the share of the images in each bin.
-
-    Args:
-        bins: As `vit.evaluation.classification_metrics.reliability` returns them, at least one.
-    """
+    """Accuracy against confidence with intervals, and the share of the images in each of the `bins`
+    of `vit.evaluation.classification_metrics.reliability`."""
     to_x = _scale(0, 1, Chart.left, Chart.right)
     described = ", ".join(f"{mean:.0%}: {hits:.0%} of {count}" for count, mean, hits, _ in bins)
     total = sum(count for count, *_ in bins)
@@ -127,13 +124,8 @@ def reliability_chart(
 def scatter_chart(
     true: Sequence[float], predicted: Sequence[float], *, half_width: float | None, log: bool
 ) -> Chart:
-    """Predicted against true numbers, with the line on which they are equal.
-
-    Args:
-        true: Finite, and above 0 where `log`; `predicted` too.
-        half_width: Distance of the band's edges from the line, that of logarithms where `log`.
-        log: Whether the axes are logarithmic.
-    """
+    """Predicted against true numbers, with the line on which they are equal, and a band of
+    `half_width` around it; with `log` on logarithmic axes, of numbers above 0."""
     scale = math.log if log else float
     numbers = [*true, *predicted] or [1.0]
     first, last = min(numbers), max(numbers)

@@ -134,16 +134,12 @@ class Drift:
     """What a comparison with the reference found.
 
     Args:
-        run: The run folder.
-        images: Number of images of the stream.
-        reference: Number of images of the reference.
+        images, reference: Number of images of the stream, and of the reference.
         p_values: Of each test, for the whole stream; below ALPHA where it is different.
         since: Number of the first different image, from 1; None if there is no difference.
-        since_time: Its time, of a watched server.
         noticed: Number of images after which the difference was certain.
         changed: Words for what is different of distances and scores.
         classes: Classes that became more or less frequent.
-        failed: Images that cannot be read, with the reason.
     """
 
     run: str

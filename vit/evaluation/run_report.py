@@ -93,13 +93,8 @@ def write_run_report(facts: RunFacts, template: str, **values: Any) -> None:
 
 
 def training_cost(folder: Path, epochs: Sequence[Event]) -> dict[str, float | None]:
-    """Speed and time of a training, and the size of its weights.
-
-    Returns:
-        `images_per_second` (the median), `data_wait` (the mean; None in older runs), `seconds`, and
-        `weights_bytes` (None without weights). Epochs without a step, such as that of a probe,
-        have no speed.
-    """
+    """Median speed, mean waiting for data (None in older runs) and time of a training, and the size
+    of its weights. Epochs without a step, such as that of a probe, have no speed."""
     trained = [event for event in epochs if event["images_per_second"]]
     waits = [event["data_wait"] for event in trained if "data_wait" in event]
     rates = [event["images_per_second"] for event in trained]

@@ -415,15 +415,10 @@ MAX_SHIFT = 10
 
 
 def find_shift(first: Tensor, second: Tensor, scale: Tensor) -> Tensor:
-    """The shift of content between pairs of images, (pairs, side, side), by cross-correlation.
+    """An initial alignment for `align`, (pairs, 2, 2), by cross-correlation.
 
-    Args:
-        first: Images that look like a part of those of `second`.
-        second: The others.
-        scale: Sides of that part, as shares, (pairs,).
-
-    Returns:
-        An initial alignment for `align`, (pairs, 2, 2).
+    `first`, (pairs, side, side), looks like a part of `second` whose sides are the share `scale`,
+    (pairs,), of its own.
     """
     size, shifts = 2 * THUMBNAIL_SIDE, torch.arange(-MAX_SHIFT, MAX_SHIFT + 1)
     transform = torch.stack([scale, torch.zeros_like(scale)], dim=1)[:, None].repeat(1, 2, 1)
@@ -476,16 +471,10 @@ class Similarity(NamedTuple):
 def compare_pairs(
     first: Tensor, second: Tensor, first_chroma: Tensor, second_chroma: Tensor, scale: Tensor
 ) -> Similarity:
-    """Align pairs of images and compare them over their overlap.
+    """Align pairs of grey images and compare them, with their colour differences, over their
+    overlap; zeros for pairs that differ at low resolution already.
 
-    Args:
-        first, second: Grey images, (pairs, side, side) uint8.
-        first_chroma, second_chroma: Colour differences, (pairs, 2, smaller side, smaller side)
-            uint8; 128 is grey.
-        scale: As of `find_shift`.
-
-    Returns:
-        Zeros for pairs that differ at low resolution already.
+    Shapes are those of `Thumbnails`, and `scale` is that of `find_shift`.
     """
     result = torch.zeros(len(first), len(Similarity._fields))
     tensors = (first, second, first_chroma, second_chroma, scale, result)

@@ -47,10 +47,7 @@ def find_groups(
 ) -> FoundGroups:
     """The scenes with two images or more, and the sources; unreadable images are in none.
 
-    Args:
-        records: Images, each once.
-        root: Folder that their names are relative to.
-        seconds: Most time that the search may take, or NOT_SEARCHED is returned; None: any.
+    NOT_SEARCHED where it would take more than `seconds`.
     """
     facts: dict[str, ImageFacts] = {}
     paths = [record.path for record in records]

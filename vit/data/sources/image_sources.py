@@ -6,6 +6,9 @@ images are therefore all images of some sources, and the accuracy on these is th
 
 Where nothing in the files tells sources apart, the quarter of the validation images whose
 background is least like that of any training image stands for them.
+
+Everything is by the path of an image here: its source, its set of copies or scene, its origin, its
+background.
 """
 
 import re
@@ -53,11 +56,8 @@ CHUNK = 256
 def find_sources(
     records: Sequence[ImageRecord], root: Path, origins: Mapping[str, "Origin"]
 ) -> dict[str, str]:
-    """The source of each image by its path, from the first property that tells sources apart.
-
-    Args:
-        origins: Of the images that can be read, by path.
-    """
+    """The source of each image by its path, from the first property that tells sources apart;
+    `origins` are those of readable images."""
 
     def day(record: ImageRecord) -> str:
         origin = origins[record.path]
@@ -110,12 +110,8 @@ def _are_sources(found: Mapping[str, str], records: Sequence[ImageRecord]) -> bo
 
 
 def with_copies(sources: Mapping[str, str], copies: Mapping[str, str]) -> dict[str, str]:
-    """The source of each image by its path; `copies`, which stay together, are of the source of the
-    first of them.
-
-    Args:
-        copies: Path -> name of the set of copies, or of the scene.
-    """
+    """The source of each image; `copies`, the sets or scenes of images that stay together, are of
+    the source of the first of them."""
     first: dict[str, str] = {}
     for path in sorted(copies):
         first.setdefault(copies[path], sources.get(path, ""))
@@ -131,9 +127,6 @@ def hold_out_sources(
     Sources are taken in a random order while they fit. At least half of the images of each class
     stay. If these have fewer than MIN_NEW images, the smallest source that has as many is taken
     in their place, of up to twice the share.
-
-    Args:
-        sources: Path -> source, as of `with_copies`.
     """
     members = defaultdict[str, list[ImageRecord]](list)
     for record in records:
@@ -157,11 +150,7 @@ def hold_out_sources(
 
 
 def fit_folds(records: Sequence[ImageRecord], sources: Mapping[str, str], folds: int) -> bool:
-    """Whether folds can be made of whole sources: each class is of as many, and none is too large.
-
-    Args:
-        sources: Path -> source, as of `with_copies`.
-    """
+    """Whether folds can have whole sources: each class is of as many, and none is too large."""
     images = Counter(sources.get(record.path, "") for record in records)
     by_class = defaultdict[str, set[str]](set)
     for record in records:
@@ -182,11 +171,6 @@ def new_images(
 
     If there are too few, those with the backgrounds that are least like those of training images;
     empty if there are too few of these too.
-
-    Args:
-        train, val: Paths of images.
-        sources: Path -> source.
-        backgrounds: Path -> of `background`.
     """
     known = {sources[path] for path in train if path in sources}
     found = {path: sources[path] for path in val if path in sources}
@@ -211,12 +195,7 @@ def new_images(
 def shared_notes(
     train: Collection[str], val: Collection[str], sources: Mapping[str, str]
 ) -> list[str]:
-    """A note about validation images of the data that are of sources that were trained on.
-
-    Args:
-        train, val: Paths of images.
-        sources: Path -> source.
-    """
+    """A note about validation images of the data that are of sources that were trained on."""
     known = {sources[path] for path in train if path in sources}
     shared = sum(sources.get(path) in known for path in val)
     if not shared:
@@ -230,12 +209,10 @@ def shared_notes(
 
 
 def background(pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float16]]:
-    """Square roots of the shares of colours at the border of an image, (216,) float16.
+    """Square roots of the shares of colours at the border of an image, (height, width, 3) uint8 ->
+    (216,) float16.
 
     The product of two is the Bhattacharyya coefficient of their histograms, 1 if they are equal.
-
-    Args:
-        pixels: (height, width, 3) uint8.
     """
     height, width = pixels.shape[:2]
     edge = max(min(height, width) // BORDER, 1)
