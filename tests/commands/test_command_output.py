@@ -61,7 +61,7 @@ REFUSED = [
     ("export {captioner} --out a.pt2 --to torch", "writes captions, and becomes onnx alone"),
     ("export {captioner} --out a.pt", "a.pt: name it .onnx, such as a.onnx"),
     ("export {captioner} --out none/a.onnx", "there is no folder"),
-    ("export {captioner} --out folder.onnx --overwrite", "is no ordinary file"),
+    ("export {captioner} --out folder.onnx --overwrite", "is a folder; give the name of a file"),
     ("export none --out a.onnx", "is not there"),
     ("verify none.onnx", "is missing, or not a file"),
     ("verify none", "none is not there; give X.onnx or X.xml, or a run folder"),

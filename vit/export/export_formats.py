@@ -121,9 +121,9 @@ def export_onnx(
 
     Raises:
         ConfigError: The run has a setting that cannot be exported, or an option is impossible.
-        RunError: The run or the output folder cannot be used.
-        VitError: A library is missing, the graph differs from torch, or the file loses more
-            accuracy than `max_drop`.
+        RunError: The run cannot be used.
+        VitError: A library is missing, the file cannot be written, the graph differs from torch, or
+            the file loses more accuracy than `max_drop`.
     """
     return export(run, out, to="onnx", overwrite=overwrite, notify=notify, **options)
 

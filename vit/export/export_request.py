@@ -7,7 +7,8 @@ from pathlib import Path
 from vit.config.inference_config import ExportOptions
 from vit.errors import RunError
 from vit.export.export_accuracy import Accuracy
-from vit.text import Notify, printable
+from vit.output.output_file import check_output
+from vit.text import Notify
 from vit.weights.saved_model import LoadedRun
 
 PathLike = str | os.PathLike[str]
@@ -41,14 +42,6 @@ class Exported:
 
 def check_output_path(path: Path, overwrite: bool, suffix: str) -> None:
     """Check, before any work is done, that a file with `suffix` can be written."""
-    name, folder = printable(path), printable(path.parent)
     if path.suffix != suffix:
-        raise RunError(f"{name}: name it {suffix}, such as {path.stem or 'model'}{suffix}")
-    if path.exists() and not path.is_file():
-        raise RunError(f"{name} is no ordinary file; give another name")
-    if path.exists() and not overwrite:
-        raise RunError(f"{name} exists; choose another name, or add --overwrite")
-    if not path.parent.is_dir():
-        raise RunError(f"{name}: there is no folder {folder}; create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise RunError(f"{name}: the folder {folder} cannot be written")
+        raise RunError(f"{path}: name it {suffix}, such as {path.stem or 'model'}{suffix}")
+    check_output(os.fspath(path), overwrite=overwrite)
