@@ -775,6 +775,7 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     its error is reported in its place.
     """
     images: list[str] = []
+    notes = [] if notes is None else notes
     for name in inputs:
         is_there = os.path.lexists(name)
         is_glob = glob.has_magic(name) and not is_there
@@ -789,38 +790,27 @@ def list_images(inputs: Iterable[str], *, notes: list[str] | None = None) -> lis
     return images
 
 
-def _expand(path: str, notes: list[str] | None) -> list[str]:
+def _expand(path: str, notes: list[str]) -> list[str]:
     """The images of a folder, a list, shards or a dataset of the hub; else the path itself."""
-    if os.path.isdir(path):
-        return _list_folder(path, notes)
     source = named_source(path)
-    if source == "list" and os.path.isfile(path):
+    if os.path.isdir(path):
+        # images of unsupported formats are listed too, so that each gets its error
+        walker = FolderWalker(path, suffixes=IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
+        if images := walker.images(path):
+            more = walker.notes()
+        elif files := shards_in_folder(path):
+            images, more = list_shard_images(files, path)
+        else:
+            raise DataError(f"{path}: no images in this folder{walker.other_files(path)}")
+    elif source == "list" and os.path.isfile(path):
         return images_in(path, notes)
-    if source in ("", "list"):
+    elif source in ("", "list"):
         return [path]
-    if source == "hub":
+    elif source == "hub":
         index = read_source(DatasetSpec(path, labels=False, all_splits=True))
         images = [record.path for records in index.splits.values() for record in records]
         more = index.notes
     else:
         images, more = list_shard_images(shard_files(path), path)
-    if notes is not None:
-        notes += [f"{printable(path)}: {note}" for note in more]
-    return images
-
-
-def _list_folder(folder: str, notes: list[str] | None) -> list[str]:
-    # Images of unsupported formats are listed too, so that each gets its error.
-    walker = FolderWalker(folder, suffixes=IMAGE_SUFFIXES | UNSUPPORTED_SUFFIXES)
-    images = walker.images(folder)
-    if not images and (files := shards_in_folder(folder)):
-        images, more = list_shard_images(files, folder)
-        if notes is not None:
-            notes += [f"{printable(folder)}: {note}" for note in more]
-        return images
-    if not images:
-        there = walker.other_files(folder)
-        raise DataError(f"{folder}: no images in this folder{there}")
-    if notes is not None:
-        notes += [f"{printable(folder)}: {note}" for note in walker.notes()]
+    notes += [f"{printable(path)}: {note}" for note in more]
     return images
