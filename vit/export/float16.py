@@ -33,6 +33,9 @@ def convert_to_float16(proto: Any, *, units: bool = False) -> Any:
 
     apart = distance_nodes(proto)
     check_range(proto, apart)
+    names = [node.name for node in proto.graph.node]
+    kinds = [node.op_type for node in proto.graph.node]
+    products = [place for place, kind in enumerate(kinds) if kind in ("MatMul", "Gemm")]
     blocked = [*float16.DEFAULT_OP_BLOCK_LIST, *FLOAT32_OPERATORS]
     with warnings.catch_warnings():  # of weights that are too small and become 0
         warnings.simplefilter("ignore")
@@ -42,9 +45,9 @@ def convert_to_float16(proto: Any, *, units: bool = False) -> Any:
                 keep_io_types=True,
                 op_block_list=blocked,
                 node_block_list=[
-                    *feeds_from_images(proto),
+                    *names[: products[0]],  # the normalisation of pixels
                     *(node.name for node in apart),
-                    *(after_last_product(proto) if units else ()),
+                    *(names[products[-1] + 1 :] if units else ()),
                 ],
             )
             tidy_casts(half)
@@ -122,19 +125,3 @@ def distance_nodes(proto: Any) -> list[Any]:
     shared = ancestors(name for name in outputs if name != DISTANCE)
     own = ancestors([DISTANCE]) - shared
     return [node for node in proto.graph.node if own & {*node.output}]
-
-
-def feeds_from_images(proto: Any) -> list[str]:
-    """Names of the nodes before the first product, the normalisation of pixels."""
-    return [node.name for node in proto.graph.node[: next(iter(products(proto)), 0)]]
-
-
-def after_last_product(proto: Any) -> list[str]:
-    """Names of the nodes after the head."""
-    return [node.name for node in proto.graph.node[products(proto)[-1] + 1 :]]
-
-
-def products(proto: Any) -> list[int]:
-    """Places of the matrix products among the nodes."""
-    nodes = enumerate(proto.graph.node)
-    return [place for place, node in nodes if node.op_type in ("MatMul", "Gemm")]
