@@ -70,10 +70,6 @@ class Columns:
     """Those of `DatasetSpec.numbers`."""
 
 
-def image_column(names: Sequence[str]) -> str:
-    return match_name(names, IMAGE_COLUMNS)
-
-
 def caption_columns(names: Sequence[str]) -> tuple[str, ...]:
     for kind in CAPTION_COLUMNS:
         pattern = re.compile(rf"{kind}s?[ _-]?\d*")

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.list_columns import (
+    IMAGE_COLUMNS,
     caption_columns,
     check_header,
     choose_columns,
-    image_column,
+    match_name,
 )
 from vit.data.sources.table_reader import (
     OnError,
@@ -97,7 +98,8 @@ def find_delimiter(header: str) -> str:
 
     def score(mark: str) -> tuple[int, int]:
         names = fields(header, mark)
-        return bool(image_column(names)) + bool(caption_columns(names)), len(names)
+        found = match_name(names, IMAGE_COLUMNS), caption_columns(names)
+        return sum(map(bool, found)), len(names)
 
     return max(DELIMITERS, key=score)
 

@@ -185,10 +185,9 @@ class _Members(NamedTuple):
     notes: list[str]
 
 
-def read_shards(spec: DatasetSpec, files: Sequence[str] | None = None) -> DatasetIndex:
-    """Index the images of `files`, or of the shards of `data`, with classes, captions, or both."""
-    files = shard_files(spec.data) if files is None else files
-    data, errors = printable(spec.data), spec.problems
+def read_shards(spec: DatasetSpec) -> DatasetIndex:
+    """Index the images of the shards of `spec.data`, with classes, captions, or both."""
+    files, data, errors = shard_files(spec.data), printable(spec.data), spec.problems
     members = _list_members(files, errors=errors)
     images, notes = members.images, members.notes
     if errors and not images:
