@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ GROUPS_FILE = "groups.csv"
 MAX_NAMES = 4096
 """Names of a folder that are compared: a million must not delay an error message."""
 MAX_NAME_LENGTH = 255
+"""Bytes of a name on most file systems."""
 DEVICES = {"con", "prn", "aux", "nul"} | {f"{k}{n}" for k in ("com", "lpt") for n in range(10)}
 """Names that mean devices on Windows, with any ending."""
 
@@ -76,6 +77,40 @@ def names_in(folder: str | os.PathLike[str]) -> list[str]:
 def casefold_name(name: str) -> str:
     """A key that is equal for names that some file system treats as the same."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+class UniqueNames:
+    """Makes names unique by adding a number: `a.png`, `a-2.png`, ...
+
+    Names that differ in case or composition alone are one on some disks, and count as equal. No
+    name gets a number that makes it one of `reserved`.
+    """
+
+    def __init__(self, reserved: Iterable[str] = ()) -> None:
+        self.reserved, self.taken = {*map(casefold_name, reserved)}, set[str]()
+        self.following: dict[str, int] = {}
+        """Number after the last one given to each name."""
+
+    def add(self, name: str) -> str:
+        """`name`, with a number before its suffix if it is taken; it may be a path with `/`."""
+        folder, slash, last = name.rpartition("/")
+        stem, suffix = os.path.splitext(last)
+        key = own = casefold_name(name)
+        while key in self.taken or (key != own and key in self.reserved):
+            number = self.following.get(own, 2)
+            self.following[own] = number + 1
+            end = f"-{number}{suffix}"
+            name = f"{folder}{slash}{cut_name(stem, MAX_NAME_LENGTH - len(os.fsencode(end)))}{end}"
+            key = casefold_name(name)
+        self.taken.add(key)
+        return name
+
+
+def cut_name(name: str, most: int) -> str:
+    """The start of `name`, limited in bytes."""
+    while len(os.fsencode(name)) > most:
+        name = name[:-1]
+    return name
 
 
 def is_device_name(name: str) -> bool:

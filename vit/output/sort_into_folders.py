@@ -21,7 +21,7 @@ from vit.data.image_archives import copy_out, is_inside, same_bytes
 from vit.errors import ConfigError, RunError
 from vit.output.output_file import check_folder
 from vit.output.prediction_results import Prediction
-from vit.paths import casefold_name, is_device_name
+from vit.paths import UniqueNames, casefold_name, cut_name, is_device_name
 from vit.text import join_names
 
 SortMethod = Literal["copy", "symlink"]
@@ -87,19 +87,12 @@ def _safe(label: str) -> str:
     name = "".join(parts) or "%"
     if len(os.fsencode(name)) > MAX_NAME_BYTES:
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
-        name = f"{_cut(name, MAX_NAME_BYTES - 17)}~{digest}"
+        name = f"{cut_name(name, MAX_NAME_BYTES - 17)}~{digest}"
     return name
 
 
 def _percent(letter: str) -> str:
     return "".join(f"%{byte:02X}" for byte in letter.encode("utf-8", "surrogatepass"))
-
-
-def _cut(name: str, most: int) -> str:
-    """The start of `name`, limited in bytes."""
-    while len(os.fsencode(name)) > most:
-        name = name[:-1]
-    return name
 
 
 def image_names(images: Iterable[str]) -> list[str]:
@@ -108,28 +101,7 @@ def image_names(images: Iterable[str]) -> list[str]:
     Numbers follow the whole list and not the class, so they do not depend on answers.
     """
     own = [os.path.basename(image) or "-" for image in images]
-    reserved = {casefold_name(name) for name in own}
-    taken: set[str] = set()
-    following: dict[str, int] = {}
-    for place, name in enumerate(own):
-        key = casefold_name(name)
-        if key in taken:
-            stem, ending = os.path.splitext(name)
-            number = following.get(key, 2)
-            numbered = _numbered(stem, number, ending)
-            while casefold_name(numbered) in taken or casefold_name(numbered) in reserved:
-                number += 1
-                numbered = _numbered(stem, number, ending)
-            following[key] = number + 1
-            own[place] = numbered
-            key = casefold_name(numbered)
-        taken.add(key)
-    return own
-
-
-def _numbered(stem: str, number: int, ending: str) -> str:
-    end = f"-{number}{ending}"
-    return f"{_cut(stem, 255 - len(os.fsencode(end)))}{end}"
+    return [*map(UniqueNames(own).add, own)]
 
 
 class ImageSorter:

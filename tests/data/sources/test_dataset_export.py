@@ -10,7 +10,6 @@ from tests.data.sources.conftest import plant, png
 from vit.data.dataset_types import DatasetIndex, ImageRecord
 from vit.data.image_archives import relative
 from vit.data.sources.dataset_export import (
-    UniqueNames,
     class_folders,
     export_data,
     export_dataset,
@@ -20,7 +19,7 @@ from vit.data.sources.dataset_export import (
 from vit.data.sources.dataset_spec import DatasetSpec
 from vit.data.sources.open_dataset import read_source
 from vit.errors import ConfigError, DataError
-from vit.paths import casefold_name
+from vit.paths import UniqueNames, casefold_name
 
 
 def export(listed, out, to):
@@ -66,7 +65,7 @@ def test_shard_sizes_are_parsed_with_decimal_and_binary_units():
 
 def test_many_equal_names_take_one_step_each(monkeypatch):
     counted = Mock(wraps=casefold_name)
-    monkeypatch.setattr("vit.data.sources.dataset_export.casefold_name", counted)
+    monkeypatch.setattr("vit.paths.casefold_name", counted)
     names = UniqueNames()
     assert names.add("a-3.png") == "a-3.png"
     added = [names.add("a.png") for _ in range(100)]

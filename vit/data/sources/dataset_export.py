@@ -33,7 +33,7 @@ from vit.data.sources.dataset_spec import HUB, SPLIT_NAMES, DatasetSpec, as_data
 from vit.data.sources.file_walk import IMAGE_SUFFIXES, MARKER_FILE, OUTPUT_MARKER, SYSTEM_NAMES
 from vit.data.sources.open_dataset import read_source
 from vit.errors import BadImage, ConfigError, DataError
-from vit.paths import casefold_name, is_device_name, path_argument
+from vit.paths import UniqueNames, is_device_name, path_argument
 from vit.text import join_names, printable
 
 ExportFormat = Literal["folder", "shards"]
@@ -255,30 +255,6 @@ def safe_name(name: str) -> str:
     while len((stem + suffix).encode("utf-8", "replace")) > MAX_NAME_BYTES:
         stem = stem[:-1]
     return stem + suffix
-
-
-class UniqueNames:
-    """Makes names unique by adding a number: `a.png`, `a-2.png`, ...
-
-    Names that differ in case or composition alone are one on some disks, and count as equal.
-    """
-
-    def __init__(self) -> None:
-        self.taken: set[str] = set()
-        self.following: dict[str, int] = {}
-        """Number after the last one given to each name."""
-
-    def add(self, name: str) -> str:
-        """`name`, with a number before its suffix if it is taken."""
-        stem, suffix = os.path.splitext(name)
-        key = own = casefold_name(name)
-        while key in self.taken:
-            number = self.following.get(own, 2)
-            self.following[own] = number + 1
-            name = f"{stem}-{number}{suffix}"
-            key = casefold_name(name)
-        self.taken.add(key)
-        return name
 
 
 def class_folders(classes: Iterable[str], *, split: bool) -> dict[str, str]:
