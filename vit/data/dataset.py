@@ -160,21 +160,18 @@ class ImageDataset(Dataset[Batch]):
         """`batch` with the weights and captions of its images."""
         if self.weights is not None:
             batch = batch._replace(weights=self.weights[batch.indices])
-        captions = self.caption_ids
+        captions, seed = self.caption_ids, self.seed
         if captions is None:
             return batch
-        if self.seed is not None:
-            chosen = [(key.sample, self._random_caption(self.seed, key)) for key in keys]
+        if seed is not None:
+            numbers = (random_seed(seed, "caption", *seed_counters(key)) for key in keys)
+            pairs = zip([key.sample for key in keys], numbers, strict=True)
+            chosen = [(sample, number % captions.count(sample)) for sample, number in pairs]
             return batch._replace(caption_ids=captions.padded(chosen))
         own = captions.padded([(key.sample, 0) for key in keys])
         shift = captions.mismatch_shift
         mismatched = captions.padded([((key.sample + shift) % len(self), 0) for key in keys])
         return batch._replace(caption_ids=own, mismatched_ids=mismatched)
-
-    def _random_caption(self, seed: int, key: SampleKey) -> int:
-        assert self.caption_ids is not None
-        number = random_seed(seed, "caption", *seed_counters(key))
-        return number % self.caption_ids.count(key.sample)
 
     def _transform(self, epoch: int) -> Transform:
         if self.epoch_transform is None or self.epoch_transform[0] != epoch:

@@ -65,14 +65,15 @@ def line_chart(
 ) -> Chart:
     values = [value for curve in curves.values() for value in curve]
     low = 0.0 if 0 <= min(values) < 0.6 * max(values) else min(values)
-    ticks, to_y = _vertical_axis(low, max(values), unit)
+    ticks = [tick for tick in nice_ticks(low, max(values)) if unit != "%" or 0 <= tick <= 1]
+    to_y = _scale(min(ticks[0], low), max(ticks[-1], *values), Chart.bottom, Chart.top)
     to_x = _scale(epochs[0], epochs[-1], Chart.left, Chart.right)
     x = [to_x(epoch) for epoch in epochs]
     ends = (f"{label}: {_label(curve[-1], unit)} at the end" for label, curve in curves.items())
     return Chart(
         title=title,
         description=f"{title} over {epochs[-1]} epochs; " + "; ".join(ends),
-        ticks=ticks,
+        ticks=[(to_y(tick), _label(tick, unit)) for tick in ticks],
         marks=[(to_x(epoch), epoch) for epoch in epoch_ticks(epochs[0], epochs[-1])],
         axis="epoch",
         best=to_x(best),
@@ -177,15 +178,6 @@ def robustness_charts(robustness: Mapping[str, Any] | None) -> list[Chart]:
         )
         charts.append(chart)
     return charts
-
-
-def _vertical_axis(
-    low: float, high: float, unit: str
-) -> tuple[list[tuple[float, str]], Callable[[float], float]]:
-    """Ticks with their labels, and the map from a value to its y."""
-    values = [tick for tick in nice_ticks(low, high) if unit != "%" or 0 <= tick <= 1]
-    to_y = _scale(min(values[0], low), max(values[-1], high), Chart.bottom, Chart.top)
-    return [(to_y(value), _label(value, unit)) for value in values], to_y
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -16,7 +16,7 @@ groups: Lee, Barber and Willett, section 3, arXiv:2306.06342; Dunn et al., arXiv
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -104,7 +104,10 @@ def summarize_targets(
         some = None if groups is None else number_groups([*map(str, groups[there].tolist())])
         level = answers.half_widths.get(COVERAGE, (None,) * (target + 1))[target]
         if classes:
-            scores = _summarize_choice(values, wanted.long(), classes, some, brief=brief)
+            scores: dict[str, Any] = {"count": 0}
+            if len(wanted):
+                outcomes = Outcomes.of(values, wanted.long())
+                scores = summarize_classes(outcomes, classes, some, brief=brief)
             held = values.gather(1, wanted.long()[:, None])[:, 0] >= 1 - (level or 0) - 1e-9
             held |= values.argmax(1) == wanted
         else:
@@ -134,19 +137,6 @@ def mean_score(questions: Mapping[str, Mapping[str, Any]]) -> float | None:
     known = [one["top1"] if "top1" in one else one.get("r2") for one in questions.values()]
     found = [max(one, 0.0) for one in known if one is not None]
     return sum(found) / len(found) if found else None
-
-
-def _summarize_choice(
-    probabilities: Tensor,
-    labels: Tensor,
-    classes: Sequence[str],
-    groups: Tensor | None,
-    *,
-    brief: bool,
-) -> dict[str, Any]:
-    if not len(labels):
-        return {"count": 0}
-    return summarize_classes(Outcomes.of(probabilities, labels), classes, groups, brief=brief)
 
 
 def _centred_ranks(places: Tensor, weights: Tensor) -> Tensor:

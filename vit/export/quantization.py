@@ -281,14 +281,6 @@ def _activation_rows(
         yield session({session.inputs[0]: image[None]})
 
 
-def _calibrate(graph: Graph, activations: Sequence[Activation], images: Sequence[Array]) -> None:
-    """Measure the ranges of the activations, which always contain 0."""
-    for rows_of_image in _activation_rows(graph, activations, images):
-        for one, rows in zip(activations, rows_of_image, strict=True):
-            one.low = np.minimum(one.low, rows.min(axis=0))
-            one.high = np.maximum(one.high, rows.max(axis=0))
-
-
 class Moments(NamedTuple):
     """Of the inputs X of a product."""
 
@@ -342,7 +334,10 @@ def _quantize_static(graph: Graph, activations: list[Activation], images: Sequen
         _move_to_producer(graph, activation)
     _divide_by_largest(graph)
     activations += _attention_inputs(graph, {one.name for one in activations})
-    _calibrate(graph, activations, images)
+    for rows_of_image in _activation_rows(graph, activations, images):
+        for one, rows in zip(activations, rows_of_image, strict=True):  # ranges always contain 0
+            one.low = np.minimum(one.low, rows.min(axis=0))
+            one.high = np.maximum(one.high, rows.max(axis=0))
     inserted: dict[str, list[Any]] = {}
     for activation in activations:
         factors = _smooth(graph, activation, np.maximum(-activation.low, activation.high))

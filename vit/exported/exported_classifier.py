@@ -174,10 +174,6 @@ def _parse_thresholds(metadata: dict[str, str], classes: Sequence[str]) -> tuple
         return None
     values = json.loads(metadata.get("thresholds", "null"))
     complete = isinstance(values, list) and len(values) == len(classes)
-    if activation != "sigmoid" or not complete or not all(map(_is_probability, values)):
+    if activation != "sigmoid" or not complete or not all(0 <= one <= 1 for one in values):
         raise ValueError(f"activation {activation} needs a threshold for each class")
     return tuple(map(float, values))
-
-
-def _is_probability(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1

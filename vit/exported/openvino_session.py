@@ -75,16 +75,13 @@ class OpenVINOSession:
         """
         for _ in range(MAX_REPEATS):
             before, results = results, self._infer(values)
-            if all(map(_nearly_equal, before, results)):
+            pairs = zip(before, results, strict=True)
+            if all(np.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True) for pair in pairs):
                 return results
         raise WeightsError(
             f"OpenVINO computes other outputs each time ({MAX_REPEATS} repeats); use another "
             "version of it, or the .onnx file"
         )
-
-
-def _nearly_equal(first: Array, second: Array) -> bool:
-    return np.allclose(first, second, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def openvino_core() -> Any:
