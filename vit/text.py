@@ -9,9 +9,9 @@ import unicodedata
 from collections.abc import Callable, Container, Iterable, Sequence
 
 Notify = Callable[[str], object]
+"""Called with one line for the user."""
 Progress = Callable[[int, int], object]
 """Called with what is done, and the total."""
-"""Called with one line for the user."""
 JOINERS = "\u200c\u200d"
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """The last four are the full-width forms of the first."""

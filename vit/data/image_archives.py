@@ -227,10 +227,7 @@ def size_of(path: str) -> int:
     file, member = found
     if file.lower().endswith(TABLE):
         return len(read_arrow_row(path, file, member))
-    place = _index(path, file).find(member)
-    if place is None:
-        raise BadImage(path, "no such member in the shard")
-    return place.size
+    return _find_member(path, file, member).size
 
 
 def copy_out(path: str, target: str) -> None:
@@ -323,17 +320,18 @@ def _identity(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _index(path: str, file: str) -> TarIndex:
+def _find_member(path: str, file: str, member: str) -> Member:
     try:
-        return index_of(file)
+        place = index_of(file).find(member)
     except DataError as error:
         raise BadImage(path, str(error)) from None
+    if place is None:
+        raise BadImage(path, "no such member in the shard")
+    return place
 
 
 def _read_member(path: str, file: str, member: str) -> bytes:
-    place = _index(path, file).find(member)
-    if place is None:
-        raise BadImage(path, "no such member in the shard")
+    place = _find_member(path, file, member)
     if place.size > MAX_BYTES:
         limit = f"{place.size:,} bytes are more than the limit of {MAX_BYTES:,}"
         raise BadImage(path, limit)

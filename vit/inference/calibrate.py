@@ -143,7 +143,7 @@ def calibrate(
             f"{spec.data}: {len(rows)} labelled images can be read, and a calibration "
             f"needs {MIN_IMAGES}; give more"
         )
-    probabilities = torch.stack([row for row in rows if row is not None])
+    probabilities = torch.stack(rows)
     if loaded.thresholds is None:
         logits = probabilities.clamp(min=torch.finfo(torch.float64).tiny).log()
         truth = torch.tensor([sample.label for sample in targets])
