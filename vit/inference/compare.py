@@ -107,11 +107,6 @@ def compare_runs(
         images = plural(left_out, "image")
         notify(f"note: {images} left out, which only some of the runs held out")
     _check_same_labels(predictors, tables, paths, spec)
-    if several and not any(labels_of(tables[0][path]) for path in paths):
-        raise DataError(
-            f"{spec.data}: none of {plural(len(paths), 'image')} has a class, and "
-            "networks are compared by the mean average precision of classes; give labelled images"
-        )
     failed: dict[str, str] = {}
     answers: list[dict[str, Answer]] = []
     rows: list[dict[str, Tensor]] = []
@@ -138,6 +133,11 @@ def compare_runs(
     if not readable:
         raise DataError(f"{spec.data}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
+    if several and not any(labels):
+        raise DataError(
+            f"{spec.data}: none of {plural(len(labels), 'image')} has a class, and "
+            "networks are compared by the mean average precision of classes; give labelled images"
+        )
     names = image_groups(next((one for one in specs if one.group), spec), readable)
     by_image = {path: [each[path] for each in answers] for path in readable}
     right = torch.tensor([[one.right for one in by_image[path]] for path in readable]).T
