@@ -42,7 +42,7 @@ def test_vit_tune_is_the_function_of_the_command():
 def test_the_digits_are_tuned_within_the_time(tmp_path, capsys):
     out = tmp_path / "out"
     code, printed = (
-        main(["tune", "digits", "--out", str(out), "--time", "80s"]),
+        main(["tune", "digits", "--out", str(out), "--time", "40s"]),
         capsys.readouterr(),
     )
     if code:  # a busy machine needs longer, and is told how long a trial does

@@ -304,7 +304,8 @@ MIXTURES = [
     {"position": "sinusoidal_2d", "pooling": "attention", "parallel_blocks": True}
     | {"feedforward": "swiglu_packed", "layer_scale": 0.1},
     {"position": "relative", "feedforward": "moe", "moe_every": 1, "norm_order": "post"},
-    {"merge_tokens": 1, "position": "learned_rotary", "pooling": "mean", "layer_scale": 0.1},
+    {"merge_tokens": 1, "position": "learned_rotary", "pooling": "mean", "layer_scale": 0.1}
+    | {"prefix_positions": "none"},
     {"stem": "conv", "pooling": "mean", "class_token": False, "position": "sinusoidal_2d"},
     {"stem": "conv", "stem_norm": "layernorm", "stem_depth": 4, "registers": 2},
     {"norm_order": "sub", "feedforward": "swiglu", "pooling": "attention_all"}
@@ -328,18 +329,16 @@ MORE_MIXTURES = [
     | {"norm_pre": True, "patch_bias": False, "norm_eps": 1e-5, "repeat_blocks": 2}
     | {"patch_sizes": (4, 16)},
     {"norm_order": "post", "pooling": "mean", "layer_scale": 0.1, "feedforward": "swiglu"}
-    | {"qkv_bias": False, "proj_bias": False},
+    | {"qkv_bias": False, "proj_bias": False, "position": "none"},
     {"pooling": "attention", "class_token": False, "activation": "gelu_tanh", "registers": 2}
     | {"position": "sinusoidal_1d", "prefix_positions": "all"}
     | {"dropout": 0.2, "attention_dropout": 0.2, "drop_path": 0.2},
-    {"position": "rotary", "num_kv_heads": 2, "qk_norm": True, "patch_dropout": 0.5},
-    {"position": "rotary", "merge_tokens": 1, "pooling": "mean"},
+    {"position": "rotary", "num_kv_heads": 2, "qk_norm": True, "patch_dropout": 0.5}
+    | {"merge_tokens": 1, "pooling": "mean"},
     {"registers": 2, "prefix_positions": "class_token", "pooling": "class_token_mean"}
-    | {"final_norm": "pooled"},
-    {"position": "none", "feedforward": "moe"},
-    {"prefix_positions": "none", "parallel_blocks": True, "layer_scale": 0.1},
-    {"hidden_dim": 40, "channels": 4},
-    {"stem": "conv", "stem_depth": 4, "position": "rotary", "channels": 4},
+    | {"final_norm": "pooled", "feedforward": "moe"},
+    {"stem": "conv", "stem_depth": 4, "position": "rotary", "channels": 4, "hidden_dim": 40}
+    | {"parallel_blocks": True, "layer_scale": 0.1},
 ]
 
 
