@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit.model.moe import MixtureOfExperts, balance_loss, collect_routing, z_loss
+from vit.training.distributed.collectives import widest_float
 
 MAX_DROPPED = 0.1
 """Share of assignments that a layer drops, above which a note is logged."""
@@ -142,7 +143,7 @@ def expert_imbalance(routers: Sequence[Mapping[str, Any]]) -> str | None:
 def _row(layer: MixtureOfExperts, images: int) -> Tensor:
     """Tokens, entropy, dropped assignments and counts of a layer; zeros without images."""
     routing, device = layer.routing, layer.router.weight.device
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = widest_float(device)
     if routing is None or not images:
         return torch.zeros(3 + layer.router.out_features, dtype=wide, device=device)
     heads = torch.stack(

@@ -35,7 +35,7 @@ from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import is_group_list
 from vit.process_resources import usable_cores
-from vit.tasks.task import Task, get_task
+from vit.tasks.task import get_task
 from vit.text import Notify, join_names, plural, printable
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
@@ -102,7 +102,7 @@ def prepare_data(
             raise
         hint = "if it moved, give it: vit train DATA --resume --out RUN, vit report RUN DATA"
         raise DataError(f"{failure}; {hint}") from None
-    config, splits = task_of(config).check_data(config, splits, notify)
+    config, splits = get_task(config.training.task).check_data(config, splits, notify)
     config = complete_for_data(config, splits, notify)
     error = undecodable_error(splits.classes) if config.model.num_classes else ""
     if error and resumed is None:
@@ -183,11 +183,6 @@ def group_lines(config: Config, listing: Listing) -> list[str]:
     return [*found.notes, *filter(None, [str(found)])]
 
 
-def task_of(config: Config) -> Task:
-    """The task of a training, without its data."""
-    return get_task(config.training.task)
-
-
 def list_data(config: Config) -> Listing:
     """List the files of a classification dataset, for `open_data`."""
     spec = training_spec(config)
@@ -196,7 +191,7 @@ def list_data(config: Config) -> Listing:
 
 def training_spec(config: Config) -> DatasetSpec:
     """What the training reads: with a teacher, images without a label too."""
-    spec = task_of(config).dataset_spec(config)
+    spec = get_task(config.training.task).dataset_spec(config)
     teacher = config.distillation.teacher is not None
     return dataclasses.replace(spec, unlabelled=teacher)
 
@@ -239,7 +234,7 @@ def check_channels(channels: int, value_type: str | None = None) -> None:
 
 def complete_for_data(config: Config, splits: Splits, notify: Notify = lambda _: None) -> Config:
     """Set the size of the head, and what else of the network the task decides."""
-    task = task_of(config)
+    task = get_task(config.training.task)
     found = len(task.output_names(splits))
     stated = config.model.num_classes
     if stated != found and config.chosen("num_classes"):
@@ -383,7 +378,7 @@ def scan_images(
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
         more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
-        where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
+        where = locate_in_lists(get_task(config.training.task).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         remedy = "correct the list, " if where else "mend or delete, "
         if any(flag in bad[0].reason for flag in ("--max-pixels", "--tiles", "--axes")):  # is good
