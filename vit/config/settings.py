@@ -299,7 +299,8 @@ def from_plain(kind: type[T], values: Any, name: str, *, optional: Collection[st
         name: That of the values, for errors.
         optional: Fields that may be missing, and then have their default.
     """
-    kinds = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
+    kinds = {one.name: hints[one.name] for one in fields(kind)}  # type: ignore[arg-type]
     needed = kinds.keys() - {*optional}
     if not isinstance(values, dict) or not needed <= values.keys() <= kinds.keys():
         names = values.keys() if isinstance(values, dict) else [values]
