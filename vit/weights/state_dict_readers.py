@@ -58,7 +58,6 @@ def detect_format(path: Path) -> FileFormat:
     )
 
 
-LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, protocol, type sizes, object, storage keys
 MAX_EXPANSION = 4
 EXPANSION_ALLOWANCE = 16_000_000
@@ -243,10 +242,7 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
                 _check_pickle(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
         else:
             with open_file(path) as file:
-                magic = _check_pickle(file, path)
-                if magic != LEGACY_MAGIC:
-                    raise WeightsError(f"{path} is a Python pickle, but not of torch; {NO_CODE}")
-                for _ in range(LEGACY_PICKLES - 1):
+                for _ in range(LEGACY_PICKLES):
                     _check_pickle(file, path)
         with (
             open_file(path) as file,  # an open file, because torch trusts the name
@@ -297,9 +293,8 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
     return found[0]
 
 
-def _check_pickle(file: IO[bytes], path: Path) -> object:
-    """Check the opcodes of one pickle without running it, and return its last integer."""
-    number: object = None
+def _check_pickle(file: IO[bytes], path: Path) -> None:
+    """Check the opcodes of one pickle without running it."""
     for step, (code, value, _) in enumerate(pickletools.genops(file)):
         if step == MAX_OPCODES:
             raise WeightsError(f"{path} is a program too long for weights; {NO_CODE}")
@@ -310,9 +305,6 @@ def _check_pickle(file: IO[bytes], path: Path) -> object:
                 f"{path} holds Python objects ({name}), which could run code; "
                 f"{NO_CODE}, or for one that torch.save made of a state_dict"
             )
-        if isinstance(value, int):
-            number = value
-    return number
 
 
 def is_npz(path: Path) -> bool:

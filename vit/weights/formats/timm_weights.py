@@ -26,6 +26,7 @@ from vit.weights.formats.infer_architecture import (
 from vit.weights.formats.original_checkpoints import to_timm_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
+    FAULTS,
     convert_timm,
     deduplicate_names,
     rename_timm,
@@ -34,8 +35,6 @@ from vit.weights.formats.state_dict_names import (
 from vit.weights.formats.timm_network import timm_facts
 
 RESIZES = {"center": "crop", "squash": "squash", "border": "pad"}
-# Errors caused by malformed tensors and values in a file.
-FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
 def read_timm(
