@@ -90,7 +90,7 @@ INTEGER_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 
 @dataclass(frozen=True)
 class StateFile:
-    """Content of a weight file; `key` is the checkpoint entry, `arch` the network, if known.
+    """Content of a weight file; `arch` is the network, if known.
 
     Args:
         tensors: Floating point tensors by name: float32, finite, contiguous, on the CPU.
@@ -98,7 +98,6 @@ class StateFile:
 
     tensors: dict[str, Tensor]
     integers: dict[str, Tensor]
-    key: str | None = None
     notes: tuple[str, ...] = ()
     arch: str | None = None
 
@@ -136,7 +135,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
     known = [key for key in CHECKPOINT_KEYS if key in inside]
     if not known and len(inside) == 1 and not _has_tensors(checkpoint):
         known = inside
-    key, state = None, checkpoint
+    state: Mapping[Any, Any] = checkpoint
     notes: tuple[str, ...] = ()
     if known:
         key, state = known[0], checkpoint[known[0]]
@@ -150,7 +149,7 @@ def _read_pickle(path: Path, *, zipped: bool) -> StateFile:
             f'torch.save(ckpt["{name}"], "weights.pth")'
         )
     _check_extent(state, path)
-    found = _classify_entries(state, path, key, notes)
+    found = _classify_entries(state, path, notes)
     arch = checkpoint.get("arch")
     return replace(found, arch=arch) if isinstance(arch, str) else found
 
@@ -169,7 +168,7 @@ def _check_extent(state: Mapping[Any, object], path: Path) -> None:
 
 
 def _classify_entries(
-    state: Mapping[Any, Any], path: Path, key: str | None = None, notes: tuple[str, ...] = ()
+    state: Mapping[Any, Any], path: Path, notes: tuple[str, ...] = ()
 ) -> StateFile:
     tensors: dict[str, Tensor] = {}
     integers: dict[str, Tensor] = {}
@@ -197,7 +196,7 @@ def _classify_entries(
             *notes,
             f"{path.name}: left out what is no tensor: {join_names(others, 3)}",
         )
-    return StateFile(tensors, integers, key, notes)
+    return StateFile(tensors, integers, notes)
 
 
 def _read_shards(index: Path) -> StateFile:
