@@ -29,18 +29,13 @@ MIN_LOAD = 0.1
 
 def moe_layers(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
     """MoE layers by the number of their block, from 1; `decoder 1` in a decoder."""
-    return {
-        block_index(name): module
-        for name, module in network.named_modules()
-        if isinstance(module, MixtureOfExperts)
-    }
-
-
-def block_index(name: str) -> int | str:
-    """The block of the module `name`, from 1."""
-    *where, number = name.partition(".mlp")[0].split(".")
-    block = int(number) + 1
-    return f"decoder {block}" if "decoder" in where else block
+    layers: dict[int | str, MixtureOfExperts] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            *where, number = name.partition(".mlp")[0].split(".")
+            block = int(number) + 1
+            layers[f"decoder {block}" if "decoder" in where else block] = module
+    return layers
 
 
 def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images: int) -> Tensor:

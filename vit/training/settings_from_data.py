@@ -425,8 +425,8 @@ def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) 
     return with_settings(config, batch_size=batch_size)
 
 
-def scan_headers(samples: Sequence[Sample], axes: str = "", threads: int = THREADS) -> HeaderScan:
-    """Check the headers of `samples`, from where a disk or network is slow in `threads` threads."""
+def scan_headers(samples: Sequence[Sample], axes: str = "") -> HeaderScan:
+    """Check the headers of `samples`, from where a disk or network is slow in THREADS threads."""
     chunks = iter([samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)])
     scans = []
     for chunk in chunks:
@@ -435,7 +435,7 @@ def scan_headers(samples: Sequence[Sample], axes: str = "", threads: int = THREA
         waited = time.perf_counter() - began - (time.thread_time() - busy)
         if waited > WAITING_SHARE * (time.perf_counter() - began):
             break
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         scans += pool.map(lambda chunk: _check_chunk(chunk, axes), chunks)
     bad = [image for scan in scans for image in scan.bad]
     return HeaderScan(bad, {path: one for scan in scans for path, one in scan.stored.items()})
@@ -504,8 +504,18 @@ def prepare_captions(
     notify: Notify,
 ) -> tuple[Config, Splits]:
     """Complete settings and splits with a tokenizer, and drop captions that are too long."""
-    tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
+
+    def load_or_train() -> str:
+        if resumed is not None:
+            return read_tokenizer(resumed).to_json()
+        if pretrained is not None:
+            return pretrained.to_json()
+        if config.decoder.tokenizer != "bpe":
+            return open_tokenizer(config.decoder.tokenizer).to_json()
+        return train_tokenizer(captions, vocab_size=config.decoder.vocab_size).to_json()
+
+    tokenizer = Tokenizer.from_json(on_main(accelerator, load_or_train))
     if unknown := tokenizer.count_unknown(captions):
         notify(
             f"note: {plural(unknown, 'training caption')} with words that the tokenizer does not "
@@ -537,28 +547,6 @@ def prepare_captions(
     config = with_settings(config, vocab_size=tokenizer.size, caption_tokens=most)
     splits = dataclasses.replace(splits, train=train, val=val, test=test, tokenizer=tokenizer)
     return config, splits
-
-
-def make_tokenizer(
-    config: Config,
-    splits: Splits,
-    accelerator: Accelerator,
-    resumed: Path | None,
-    pretrained: Tokenizer | None,
-) -> Tokenizer:
-    """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`."""
-
-    def make() -> str:
-        if resumed is not None:
-            return read_tokenizer(resumed).to_json()
-        if pretrained is not None:
-            return pretrained.to_json()
-        if config.decoder.tokenizer != "bpe":
-            return open_tokenizer(config.decoder.tokenizer).to_json()
-        captions = (caption for sample in splits.train for caption in sample.captions)
-        return train_tokenizer(captions, vocab_size=config.decoder.vocab_size).to_json()
-
-    return Tokenizer.from_json(on_main(accelerator, make))
 
 
 def drop_long_captions(
