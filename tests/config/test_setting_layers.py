@@ -155,7 +155,7 @@ def test_stored_settings_are_parsed_back(parse, config):
     stored = json.loads(json.dumps(asdict(config)))
     assert parse(stored) == config
     for wrong in ({}, {**stored, "lr": 1}, {"vocab_size": 100}, [], None):
-        with pytest.raises(ConfigError, match="must be exactly"):
+        with pytest.raises(ConfigError, match="must have exactly"):
             parse(wrong)
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from vit.config import TrainingConfig
+from vit.config import Config, ModelConfig, TrainingConfig
 from vit.errors import ConfigError
-from vit.training.lr_schedule import CosineSchedule, WarmupStableDecay, image_size_at, learning_rate
+from vit.training.lr_schedule import CosineSchedule, WarmupStableDecay, image_side, learning_rate
 
 
 def test_cosine_equals_torchs():
@@ -76,7 +76,11 @@ def test_wsd_before_the_cooldown_does_not_depend_on_the_length_of_the_run():
 
 
 def test_images_grow_to_full_size_and_fit_the_patch():
-    sizes = [image_size_at(epoch, growth=15, start=32, full=64, multiple=8) for epoch in range(20)]
+    config = Config(
+        model=ModelConfig(image_size=64, patch_size=8),
+        training=TrainingConfig(start_image_size=32, growth_epochs=15),
+    )
+    sizes = [image_side(config, epoch, 20) for epoch in range(20)]
     assert sizes[0] == 32
     assert sizes == sorted(sizes)
     assert set(sizes) == {32, 40, 48, 56, 64}

@@ -224,15 +224,13 @@ def check_row_settings(config: PredictionConfig | EvaluationConfig) -> None:
 
 
 def inference_config(
-    config: InferenceConfig | None, settings: Mapping[str, Any], purpose: str = "a Predictor"
+    config: InferenceConfig | None, settings: Mapping[str, Any]
 ) -> InferenceConfig:
     """`config`, or one of `settings` by name: the arguments of a Python call."""
     if config is not None and not settings:
         return config
-    given = (
-        {} if config is None else {one.name: getattr(config, one.name) for one in fields(config)}
-    )
-    found: InferenceConfig = split_settings({**given, **settings}, purpose, InferenceConfig)[0]
+    given = {**({} if config is None else vars(config)), **settings}
+    found: InferenceConfig = split_settings(given, "a Predictor", InferenceConfig)[0]
     return found
 
 

@@ -14,13 +14,12 @@ import yaml
 
 from vit.config import SECTIONS, Config, DecoderConfig, ModelConfig, PartialModelConfig
 from vit.config.presets import preset, task_defaults
-from vit.config.settings import Setting, convert, missing_need, settings_of
+from vit.config.settings import Setting, convert, from_plain, missing_need, settings_of
 from vit.config.training_config import AUTO_WEIGHTS
 from vit.errors import ConfigError
 from vit.paths import did_you_mean
 from vit.text import nearest
 
-MAX_BYTES = 1_000_000
 RUNS = "runs"
 """Folder of run folders without --out."""
 # model settings in every config.json; the default of a newer one is what older runs did
@@ -225,28 +224,20 @@ def changed_settings(config: Config) -> list[str]:
 
 def parse_model_config(values: Any) -> ModelConfig:
     """The inverse of `asdict`, with every name and type checked."""
-    config: ModelConfig = _parse_section("model", values, REQUIRED_SETTINGS)
-    return config
+    newer = {one.name for one in dataclasses.fields(ModelConfig)} - REQUIRED_SETTINGS
+    return from_plain(ModelConfig, values, "config", optional=newer)
 
 
 def parse_decoder_config(values: Any) -> DecoderConfig:
     """As `parse_model_config`, for the decoder."""
-    config: DecoderConfig = _parse_section("decoder", values, {"vocab_size", "caption_tokens"})
-    return config
-
-
-def _parse_section(section: str, values: Any, required: set[str]) -> Any:
-    known = section_types(section)
-    if not isinstance(values, dict) or not required <= values.keys() <= known.keys():
-        raise ConfigError(f"the {section}'s settings must be exactly {', '.join(known)}")
-    return SECTIONS[section](
-        **{name: convert(known[name], value, name) for name, value in values.items()}
-    )
+    known = {one.name for one in dataclasses.fields(DecoderConfig)}
+    optional = known - {"vocab_size", "caption_tokens"}
+    return from_plain(DecoderConfig, values, "decoder", optional=optional)
 
 
 def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of the network by field name, converted to their types."""
-    known = section_types("model")
+    known = [name for name, found in all_settings().items() if found.section == "model"]
     for word in values:
         if word in ("pretrained", "checkpoint_path"):
             raise ConfigError(
@@ -257,10 +248,6 @@ def model_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             hint = nearest(word, known) or f"; choose from {', '.join(known)}"
             raise ConfigError(f"{word} is not a model setting{hint}")
     return checked(values)
-
-
-def section_types(section: str) -> dict[str, Any]:
-    return {name: found.kind for name, found in all_settings().items() if found.section == section}
 
 
 def _default_model() -> str:
@@ -292,8 +279,6 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """Flat values of a YAML file, not yet checked against the settings."""
     try:
         raw = Path(path).read_bytes()
-        if len(raw) > MAX_BYTES:
-            raise ConfigError(f"is larger than {MAX_BYTES:,} bytes")
         values = yaml.load(raw, _StrictLoader)
         if values is None:
             return {}

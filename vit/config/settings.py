@@ -162,14 +162,13 @@ def missing_need(name: str, values: Mapping[str, Any], kind: SectionClass) -> Ne
     return None
 
 
-def check_read(values: Mapping[str, Any], *kinds: SectionClass) -> None:
-    """Refuse a setting of the sections `kinds` that nothing reads beside the other `values`."""
-    for kind in kinds:
-        for name, (accepted, _) in conditions_of(kind).items():
-            if values[name] in accepted:
-                continue
-            if (need := missing_need(name, values, kind)) is not None:
-                refuse(name, values[name], why_unread(values, need))
+def check_read(values: Mapping[str, Any], kind: SectionClass) -> None:
+    """Refuse a setting of the section `kind` that nothing reads beside the other `values`."""
+    for name, (accepted, _) in conditions_of(kind).items():
+        if values[name] in accepted:
+            continue
+        if (need := missing_need(name, values, kind)) is not None:
+            refuse(name, values[name], why_unread(values, need))
 
 
 def check_together(config: Section) -> None:
@@ -299,7 +298,8 @@ def from_plain(kind: type[T], values: Any, name: str, *, optional: Collection[st
         name: That of the values, for errors.
         optional: Fields that may be missing, and then have their default.
     """
-    kinds = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
+    kinds = {one.name: hints[one.name] for one in fields(kind)}  # type: ignore[arg-type]
     needed = kinds.keys() - {*optional}
     if not isinstance(values, dict) or not needed <= values.keys() <= kinds.keys():
         names = values.keys() if isinstance(values, dict) else [values]

@@ -27,7 +27,7 @@ from vit.model.attention import (
     dot_product_attention,
 )
 from vit.model.blocks import Block, DecoderBlock
-from vit.model.kv_cache import KVCache
+from vit.model.kv_cache import KVCache, LayerCache
 from vit.model.moe import MixtureOfExperts
 from vit.model.position_embedding import TEMPERATURE, sinusoidal_1d
 from vit.model.rotary_embedding import Rotation
@@ -205,11 +205,12 @@ class TextDecoder(nn.Module):
         """
         if memory is None:
             assert memory_mask is None, "a mask without a memory"
-            return KVCache.from_memory([None] * len(self.blocks))
+            return KVCache([LayerCache() for _ in self.blocks])
         tokens = self.norm_memory(memory)
         blocks = [block for block in self.blocks if isinstance(block, DecoderBlock)]
         mask = None if memory_mask is None else memory_mask[:, None, None]
-        return KVCache.from_memory([block.cross_attn.project_kv(tokens) for block in blocks], mask)
+        layers = [LayerCache(block.cross_attn.project_kv(tokens)) for block in blocks]
+        return KVCache(layers, memory_mask=mask)
 
     def forward(
         self,

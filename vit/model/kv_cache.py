@@ -4,7 +4,6 @@ The caller owns the cache and may select, reorder or repeat its rows (beam searc
 of the image are computed once and never grow; those of the text grow with each token.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -65,13 +64,6 @@ class KVCache:
     length: int = 0
     images: Tensor | None = None
     memory_mask: Tensor | None = None
-
-    @classmethod
-    def from_memory(
-        cls, memory_kv: Sequence[KeyValue | None], memory_mask: Tensor | None = None
-    ) -> "KVCache":
-        """An empty cache, from each block's keys and values of the image."""
-        return cls([LayerCache(pair) for pair in memory_kv], memory_mask=memory_mask)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep these rows of the batch, (kept,) int64, in this order; a row may be repeated."""

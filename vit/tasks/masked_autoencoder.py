@@ -36,8 +36,8 @@ from vit.model.mae_network import (
     reconstruction_losses,
 )
 from vit.tasks.finished_run import FinishedRun
-from vit.tasks.pretraining import Pretraining, blank_if_empty, frozen_statistics
-from vit.tasks.task import TrainingRun
+from vit.tasks.pretraining import Pretraining
+from vit.tasks.task import TrainingRun, blank_if_empty
 from vit.weights.safetensors_io import read_tensors
 from vit.weights.saved_model import PRETRAINING_FILE, LoadedRun
 
@@ -133,12 +133,11 @@ class MaskedAutoencoding(Pretraining):
     def losses(self, run: TrainingRun, images: Tensor, noise: Tensor) -> Tensor:
         """Loss of each image, (batch,)."""
         patch_size = run.config.model.patch_size
-        shown = blank_if_empty(images)
         if len(noise):
             noise = noise.to(images.device, non_blocking=images.is_cuda)
         else:
             noise = images.new_zeros(1, noise.shape[1])
-        with frozen_statistics(run, empty=not len(images)):
+        with blank_if_empty(run, images) as shown:
             found: Reconstruction = run.model(shown, noise)
         normalise = run.config.pretraining.normalise_pixels
         targets = pixel_targets(shown, patch_size, normalise=normalise)

@@ -14,7 +14,6 @@ SimCLR, LeJEPA and DINO embed random views of each image by an encoder and a pro
 The last epoch is kept: a loss without labels does not say which one is best for another task.
 """
 
-import contextlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +48,7 @@ from vit.tasks.task import (
     Event,
     Task,
     TrainingRun,
+    blank_if_empty,
     forward,
 )
 from vit.text import Notify
@@ -234,18 +234,6 @@ def stride_of(count: int) -> int:
     return max(math.ceil(count / MOST_FEATURES), 1)
 
 
-def blank_if_empty(images: Tensor) -> Tensor:
-    """`images`, or one blank image without any: all processes take part in a forward pass."""
-    return images if len(images) else images.new_zeros(1, *images.shape[1:])
-
-
-def frozen_statistics(
-    run: TrainingRun, *, empty: bool
-) -> contextlib.AbstractContextManager[object]:
-    """Freeze the running statistics of the network, if the batch is `empty`."""
-    return run.frozen_running_stats() if empty else contextlib.nullcontext()
-
-
 class FeatureTally:
     """Loss, and the features of some images, compared at the end."""
 
@@ -365,12 +353,10 @@ def embed_views(
     run: TrainingRun, images: Tensor, split: Callable[[Tensor], Sequence[Tensor]]
 ) -> Tensor:
     """Embeddings of the views of `images` (maybe none), (views, images, dim), float32 or wider."""
-    shown = blank_if_empty(images)
-    with frozen_statistics(run, empty=not len(images)):
+    with blank_if_empty(run, images) as shown:
         embeddings: list[Tensor] = run.model(tuple(split(shown)))
     every = torch.cat([each.view(-1, len(shown), each.shape[-1]) for each in embeddings])
-    every = every[:, : len(images)]
-    return at_least_float32(every)
+    return at_least_float32(every[:, : len(images)])
 
 
 def random_views(run: TrainingRun, images: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ A task is one subclass of Task, and one line in `TASKS` of vit/config/training_c
 import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -391,17 +391,24 @@ def mixed(
     return mix(images, targets, batch.positions, plan)
 
 
-def forward(
-    run: TrainingRun, images: Tensor, sizes: Sequence[tuple[int, int]] | None = None
-) -> Tensor:
-    """Logits of normalised `images`; with an empty batch, of one blank image that is dropped.
+@contextlib.contextmanager
+def blank_if_empty(run: TrainingRun, images: Tensor) -> Iterator[Tensor]:
+    """`images`, or one blank image without any, which changes no running statistics.
 
     All processes must take part in each forward pass, and some attention kernels refuse an empty
     batch.
     """
     if len(images):
-        logits: Tensor = run.model(images, sizes) if sizes else run.model(images)
-        return logits
-    with run.frozen_running_stats():
-        blank: Tensor = run.model(images.new_zeros(1, *images.shape[1:]))
-    return blank[:0]
+        yield images
+    else:
+        with run.frozen_running_stats():
+            yield images.new_zeros(1, *images.shape[1:])
+
+
+def forward(
+    run: TrainingRun, images: Tensor, sizes: Sequence[tuple[int, int]] | None = None
+) -> Tensor:
+    """Logits of normalised `images`, of which there may be none."""
+    with blank_if_empty(run, images) as shown:
+        logits: Tensor = run.model(shown, sizes) if sizes else run.model(shown)
+    return logits[: len(images)]

@@ -20,7 +20,7 @@ from vit.data.preprocessing import Preprocessing
 from vit.errors import DataError, RunError
 from vit.evaluation.fit_calibration import MIN_DISTANCES
 from vit.evaluation.run_report import REPORT_FILE
-from vit.event_log import METRICS_FILE, read_event_log
+from vit.event_log import METRICS_FILE, EventLog, read_event_log
 from vit.paths import did_you_mean, path_argument
 from vit.stop_signals import Interrupted, Interruption
 from vit.tasks.finished_run import FinishedRun
@@ -138,12 +138,11 @@ def report(
         VitError: The run has no finished epoch, its data are not there, or have other classes.
     """
     folder = Path(path_argument("run", run, "a run folder"))
-    config = finished_config(folder)
+    config, log = finished_config(folder)
     path = None if data is None else path_argument("data", data, "the images of the training")
     chosen = {"report": "full", "data": path, "device": device, "workers": workers}
     config = with_settings(config, **{n: v for n, v in chosen.items() if v is not None})
     accelerator = make_accelerator(config.run)
-    log = read_event_log(folder / METRICS_FILE, "epoch")
     if log.damage:
         notify(f"note: {log.damage}; the report has what is left")
     loaded = load_run(folder)
@@ -174,8 +173,8 @@ def report(
     return folder / REPORT_FILE
 
 
-def finished_config(folder: Path) -> Config:
-    """The settings of a run that has finished an epoch."""
+def finished_config(folder: Path) -> tuple[Config, EventLog]:
+    """The settings of a run that has finished an epoch, and its epochs."""
     needed = ("config.yaml", METRICS_FILE, "model.safetensors")
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
@@ -187,4 +186,4 @@ def finished_config(folder: Path) -> Config:
     if not log.events:
         why = log.damage or "nothing to report"
         raise RunError(f"{folder} has no finished epoch: {why}")
-    return stored_config(folder)
+    return stored_config(folder), log

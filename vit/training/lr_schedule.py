@@ -108,22 +108,13 @@ def total_steps(config: Config, epoch_steps: int) -> int:
     return config.training.steps
 
 
-def image_size_at(epoch: int, *, growth: float, start: int, full: int, multiple: int) -> int:
+def image_side(config: Config, epoch: int, epochs: int) -> int:
     """Side of training images in `epoch`: small ones first, which cost less, then full size.
 
-    Grows linearly over the first `growth` epochs, in steps of `multiple` pixels. Source:
-    Tan and Le, "EfficientNetV2", section 4, arXiv:2104.00298.
+    Grows linearly over the first `growth_epochs`, in steps of a patch. Source: Tan and Le,
+    "EfficientNetV2", section 4, arXiv:2104.00298.
     """
-    share = min(epoch / max(growth, 1), 1.0)
-    return min(full, start + round(share * (full - start) / multiple) * multiple)
-
-
-def image_side(config: Config, epoch: int, epochs: int) -> int:
     full, growth = config.model.image_size, config.training.growth_epochs
-    return image_size_at(
-        epoch,
-        growth=GROWN * epochs if growth is None else growth,
-        start=config.training.start_image_size or full,
-        full=full,
-        multiple=config.model.patch_size,
-    )
+    start, patch = config.training.start_image_size or full, config.model.patch_size
+    share = min(epoch / max(GROWN * epochs if growth is None else growth, 1), 1.0)
+    return min(full, start + round(share * (full - start) / patch) * patch)

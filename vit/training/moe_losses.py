@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit.model.moe import MixtureOfExperts, balance_loss, collect_routing, z_loss
+from vit.training.distributed.collectives import widest_float
 
 MAX_DROPPED = 0.1
 """Share of assignments that a layer drops, above which a note is logged."""
@@ -28,18 +29,13 @@ MIN_LOAD = 0.1
 
 def moe_layers(network: nn.Module) -> dict[int | str, MixtureOfExperts]:
     """MoE layers by the number of their block, from 1; `decoder 1` in a decoder."""
-    return {
-        block_index(name): module
-        for name, module in network.named_modules()
-        if isinstance(module, MixtureOfExperts)
-    }
-
-
-def block_index(name: str) -> int | str:
-    """The block of the module `name`, from 1."""
-    *where, number = name.partition(".mlp")[0].split(".")
-    block = int(number) + 1
-    return f"decoder {block}" if "decoder" in where else block
+    layers: dict[int | str, MixtureOfExperts] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            *where, number = name.partition(".mlp")[0].split(".")
+            block = int(number) + 1
+            layers[f"decoder {block}" if "decoder" in where else block] = module
+    return layers
 
 
 def router_losses(accelerator: Accelerator | None, network: nn.Module, *, images: int) -> Tensor:
@@ -142,7 +138,7 @@ def expert_imbalance(routers: Sequence[Mapping[str, Any]]) -> str | None:
 def _row(layer: MixtureOfExperts, images: int) -> Tensor:
     """Tokens, entropy, dropped assignments and counts of a layer; zeros without images."""
     routing, device = layer.routing, layer.router.weight.device
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = widest_float(device)
     if routing is None or not images:
         return torch.zeros(3 + layer.router.out_features, dtype=wide, device=device)
     heads = torch.stack(

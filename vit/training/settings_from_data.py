@@ -35,7 +35,7 @@ from vit.data.sources.train_val_split import Fold
 from vit.errors import BadImage, ConfigError, DataError
 from vit.paths import is_group_list
 from vit.process_resources import usable_cores
-from vit.tasks.task import Task, get_task
+from vit.tasks.task import get_task
 from vit.text import Notify, join_names, plural, printable
 from vit.training.distributed.collectives import on_main
 from vit.training.distributed.devices import make_accelerator
@@ -102,7 +102,7 @@ def prepare_data(
             raise
         hint = "if it moved, give it: vit train DATA --resume --out RUN, vit report RUN DATA"
         raise DataError(f"{failure}; {hint}") from None
-    config, splits = task_of(config).check_data(config, splits, notify)
+    config, splits = get_task(config.training.task).check_data(config, splits, notify)
     config = complete_for_data(config, splits, notify)
     error = undecodable_error(splits.classes) if config.model.num_classes else ""
     if error and resumed is None:
@@ -183,11 +183,6 @@ def group_lines(config: Config, listing: Listing) -> list[str]:
     return [*found.notes, *filter(None, [str(found)])]
 
 
-def task_of(config: Config) -> Task:
-    """The task of a training, without its data."""
-    return get_task(config.training.task)
-
-
 def list_data(config: Config) -> Listing:
     """List the files of a classification dataset, for `open_data`."""
     spec = training_spec(config)
@@ -196,7 +191,7 @@ def list_data(config: Config) -> Listing:
 
 def training_spec(config: Config) -> DatasetSpec:
     """What the training reads: with a teacher, images without a label too."""
-    spec = task_of(config).dataset_spec(config)
+    spec = get_task(config.training.task).dataset_spec(config)
     teacher = config.distillation.teacher is not None
     return dataclasses.replace(spec, unlabelled=teacher)
 
@@ -239,7 +234,7 @@ def check_channels(channels: int, value_type: str | None = None) -> None:
 
 def complete_for_data(config: Config, splits: Splits, notify: Notify = lambda _: None) -> Config:
     """Set the size of the head, and what else of the network the task decides."""
-    task = task_of(config)
+    task = get_task(config.training.task)
     found = len(task.output_names(splits))
     stated = config.model.num_classes
     if stated != found and config.chosen("num_classes"):
@@ -383,7 +378,7 @@ def scan_images(
     bad = scan.bad
     if bad and config.data.on_bad_image == "stop":
         more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
-        where = locate_in_lists(task_of(config).dataset_spec(config), [bad[0].path])
+        where = locate_in_lists(get_task(config.training.task).dataset_spec(config), [bad[0].path])
         line = f" ({where[bad[0].path]})" if where else ""
         remedy = "correct the list, " if where else "mend or delete, "
         if any(flag in bad[0].reason for flag in ("--max-pixels", "--tiles", "--axes")):  # is good
@@ -430,8 +425,8 @@ def fit_batch_size(config: Config, images: int, processes: int, notify: Notify) 
     return with_settings(config, batch_size=batch_size)
 
 
-def scan_headers(samples: Sequence[Sample], axes: str = "", threads: int = THREADS) -> HeaderScan:
-    """Check the headers of `samples`, from where a disk or network is slow in `threads` threads."""
+def scan_headers(samples: Sequence[Sample], axes: str = "") -> HeaderScan:
+    """Check the headers of `samples`, from where a disk or network is slow in THREADS threads."""
     chunks = iter([samples[at : at + CHUNK] for at in range(0, len(samples), CHUNK)])
     scans = []
     for chunk in chunks:
@@ -440,7 +435,7 @@ def scan_headers(samples: Sequence[Sample], axes: str = "", threads: int = THREA
         waited = time.perf_counter() - began - (time.thread_time() - busy)
         if waited > WAITING_SHARE * (time.perf_counter() - began):
             break
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         scans += pool.map(lambda chunk: _check_chunk(chunk, axes), chunks)
     bad = [image for scan in scans for image in scan.bad]
     return HeaderScan(bad, {path: one for scan in scans for path, one in scan.stored.items()})
@@ -509,8 +504,18 @@ def prepare_captions(
     notify: Notify,
 ) -> tuple[Config, Splits]:
     """Complete settings and splits with a tokenizer, and drop captions that are too long."""
-    tokenizer = make_tokenizer(config, splits, accelerator, resumed, pretrained)
     captions = [caption for sample in splits.train for caption in sample.captions]
+
+    def load_or_train() -> str:
+        if resumed is not None:
+            return read_tokenizer(resumed).to_json()
+        if pretrained is not None:
+            return pretrained.to_json()
+        if config.decoder.tokenizer != "bpe":
+            return open_tokenizer(config.decoder.tokenizer).to_json()
+        return train_tokenizer(captions, vocab_size=config.decoder.vocab_size).to_json()
+
+    tokenizer = Tokenizer.from_json(on_main(accelerator, load_or_train))
     if unknown := tokenizer.count_unknown(captions):
         notify(
             f"note: {plural(unknown, 'training caption')} with words that the tokenizer does not "
@@ -542,28 +547,6 @@ def prepare_captions(
     config = with_settings(config, vocab_size=tokenizer.size, caption_tokens=most)
     splits = dataclasses.replace(splits, train=train, val=val, test=test, tokenizer=tokenizer)
     return config, splits
-
-
-def make_tokenizer(
-    config: Config,
-    splits: Splits,
-    accelerator: Accelerator,
-    resumed: Path | None,
-    pretrained: Tokenizer | None,
-) -> Tokenizer:
-    """Load or train the tokenizer of a run in one process; arguments as for `prepare_captions`."""
-
-    def make() -> str:
-        if resumed is not None:
-            return read_tokenizer(resumed).to_json()
-        if pretrained is not None:
-            return pretrained.to_json()
-        if config.decoder.tokenizer != "bpe":
-            return open_tokenizer(config.decoder.tokenizer).to_json()
-        captions = (caption for sample in splits.train for caption in sample.captions)
-        return train_tokenizer(captions, vocab_size=config.decoder.vocab_size).to_json()
-
-    return Tokenizer.from_json(on_main(accelerator, make))
 
 
 def drop_long_captions(

@@ -401,7 +401,7 @@ class Trainer:
         event, weights = average_best_epochs(self.best, evaluate)
         self.logger.soup({**event, "step": run.step})
         if run.accelerator.is_main_process:
-            self.checkpoints.save_model(weights)
+            self.checkpoints.serialize_model(weights).write(self.folder)
         return event if event["better"] else None
 
     def measure_test(self) -> dict[str, Any]:

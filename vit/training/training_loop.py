@@ -69,7 +69,8 @@ def train_one_step(
         statistics = [each.clone() for each in run.running_stats]
     loss_sums = torch.zeros(3, device=device, dtype=widest_float(device))
     for index, batch in enumerate(micro_batches):
-        with sync_gradients(run, last=index == len(micro_batches) - 1):
+        last = index == len(micro_batches) - 1  # averages gradients over processes
+        with contextlib.nullcontext() if last else run.accelerator.no_sync(run.model):
             losses = forward_losses(run, batch, epoch, micro_batch=index)
             backward(run, losses)
         loss_sums[: len(losses)] += losses.detach()
@@ -151,14 +152,6 @@ def choose_patch_size(run: TrainingContext) -> None:
         sizes, seed = run.config.model.training_patch_sizes, run.config.training.seed
         number = random_seed(seed, "patch size", run.step)
         patches.current_patch_size = sizes[number % len(sizes)]
-
-
-def sync_gradients(run: TrainingContext, *, last: bool) -> contextlib.AbstractContextManager[None]:
-    """Average gradients over processes in the backward pass of the `last` micro-batch only."""
-    context: contextlib.AbstractContextManager[None] = (
-        contextlib.nullcontext() if last else run.accelerator.no_sync(run.model)
-    )
-    return context
 
 
 def backward(run: TrainingContext, losses: Tensor) -> None:

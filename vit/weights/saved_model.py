@@ -256,10 +256,6 @@ def _build_run(content: Any, state: dict[str, Tensor], tokenizer: Tokenizer | No
     if ANSWERS in own:
         answers = NumberAnswers.from_dict(own[ANSWERS], own.get(INTERVALS), own.get(SCALING, ()))
     decoder = None if tokenizer is None else parse_decoder_config(own["decoder"])
-    if decoder is not None and tokenizer is not None and decoder.vocab_size != tokenizer.size:
-        raise WeightsError(
-            f"vocab_size={decoder.vocab_size}, but {TOKENIZER_FILE} has {tokenizer.size} tokens"
-        )
     thresholds = check_thresholds(own["thresholds"], classes) if "thresholds" in own else None
     stored = own.get(CALIBRATION)
     calibration = None if stored is None else ScoreCalibration.from_dict(stored)

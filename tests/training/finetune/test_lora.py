@@ -16,7 +16,6 @@ from vit.training.ema import ExponentialMovingAverage
 from vit.training.finetune.lora import (
     LoRALinear,
     add_lora,
-    count_parameters,
     freeze_backbone,
     merge_lora,
     trainable_line,
@@ -207,7 +206,6 @@ def test_the_head_alone_learns():
     step(network)
     assert {n for n, p in network.named_parameters() if p.grad is not None} == learners(network)
     everything = sum(p.numel() for p in network.parameters())
-    assert count_parameters(network) == (99, everything)
     line = f"the head: 99 of {everything:,} parameters learn ({9900 / everything:.2g} %)"
     assert trainable_line("the head", network) == line
 

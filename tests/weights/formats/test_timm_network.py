@@ -216,7 +216,6 @@ def test_the_image_size_follows_from_the_position_table():
         ({"model_args": {**SMALL, "embed_dim": 32}}, "instead of"),
         ({"model_args": {**SMALL, "global_pool": "max"}}, "global_pool='max' is not supported"),
         ({"model_args": {**SMALL, "scale_attn_norm": True}}, "missing: blocks.0.mlp.norm.weight"),
-        ({"architecture": None}, "model_args need the architecture"),
     ],
 )
 def test_unbuildable_timm_networks_raise(state, options, message):

@@ -46,10 +46,6 @@ class BestEpochs:
         self.events = sorted([*self.events, event], key=self.rank, reverse=True)[: self.keep]
         return any(each is event for each in self.events)
 
-    def restore(self, state: Sequence[Event]) -> None:
-        """Set the events that a checkpoint stored."""
-        self.events = list(state)
-
     def path(self, epoch: int) -> Path:
         """File with the weights of `epoch`, from 1."""
         return self.folder / f"epoch-{epoch:04d}.safetensors"

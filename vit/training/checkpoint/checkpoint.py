@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from vit.atomic_files import explain_write_errors
 from vit.errors import DataError, RunError, WeightsError
+from vit.model.build import check_fit
 from vit.text import Notify
 from vit.training.distributed.fsdp import full_copies, reshard, shard_like
 from vit.training.finetune.lora import HEAD
@@ -205,29 +206,14 @@ def split_parts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _restore(path: Path, snapshot: Snapshot, run: TrainingContext) -> None:
     parts, present = split_parts(snapshot.tensors), run.network.state_dict()
-    require_same(path, "the network", parts["model"], present)
+    try:
+        check_fit(parts["model"], run.network)
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from None
     run.network.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["model"].items()})
     if run.average is not None:
         run.average.load_state_dict({n: shard_like(t, present[n]) for n, t in parts["ema"].items()})
     _restore_optimizer(path, snapshot, parts["optimizer"], run.optimizer)
-
-
-def require_same(
-    path: Path, what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
-) -> None:
-    """Refuse tensors with missing or unexpected names or other shapes."""
-    faults = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    faults += [f"{name} is not expected" for name in found.keys() - expected.keys()]
-    faults += [
-        f"{name} has shape {tuple(found[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in found.keys() & expected.keys()
-        if found[name].shape != expected[name].shape
-    ]
-    if faults:
-        raise WeightsError(
-            f"{path} does not fit {what}: {', '.join(sorted(faults)[:3])}"
-            f"{f' and {len(faults) - 3} more' if len(faults) > 3 else ''}"
-        )
 
 
 def _parameter_names(optimizer: Optimizer) -> list[str]:

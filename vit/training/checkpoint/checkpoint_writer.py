@@ -78,7 +78,7 @@ class CheckpointWriter:
 
     def resume(self, state: CheckpointState) -> None:
         """Continue from a checkpoint that was loaded."""
-        self.best.restore(state.best)
+        self.best.events = list(state.best)
         self.previous_best, self.damaged = state.best, state.damaged
         self.has_checkpoint = True
         if self.best.events and not (self.folder / WEIGHTS).is_file():
@@ -129,10 +129,6 @@ class CheckpointWriter:
         write_checkpoint(self.folder / CHECKPOINTS, snapshot, state, self.damaged)
         self.best.prune(state.best, self.previous_best)
         self.previous_best = state.best
-
-    def save_model(self, weights: Mapping[str, Tensor]) -> None:
-        """Write `weights` as the run's model.safetensors, with its config.json."""
-        self.serialize_model(weights).write(self.folder)
 
     def serialize_model(self, weights: Mapping[str, Tensor]) -> SerializedModel:
         """Serialise `weights` with the metadata that inference needs."""

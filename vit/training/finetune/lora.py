@@ -99,15 +99,10 @@ def freeze_except(network: nn.Module, trainable: Callable[[str], bool]) -> None:
         parameter.requires_grad_(trainable(name))
 
 
-def count_parameters(network: nn.Module) -> tuple[int, int]:
-    """Trainable and total numbers of parameters."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
-    return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
-
-
 def trainable_line(what: str, network: nn.Module) -> str:
     """Line with the share of trainable parameters: `the head: 3,850 of 21.7 M parameters learn`."""
-    learn, everything = count_parameters(network)
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
+    learn, everything = sum(size for size, learns in sizes if learns), sum(s for s, _ in sizes)
     percent = 100 * learn / everything
     digits = f"{percent:.1f}" if percent >= 1 else f"{percent:.2g}"
     counts = f"{format_parameters(learn)} of {format_parameters(everything)}"

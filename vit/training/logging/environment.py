@@ -65,7 +65,7 @@ def describe_environment() -> dict[str, Any]:
             "vit": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,  # with that of CUDA, which the package's metadata lack
-            **{name: version for name in LIBRARIES if (version := _version(name))},
+            **{name: metadata.version(name) for name in LIBRARIES},
         },
         "system": platform.platform(terse=True),
         "processor": processor_name(),
@@ -94,13 +94,6 @@ def processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

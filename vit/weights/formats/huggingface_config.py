@@ -338,9 +338,6 @@ def read_custom_model(
     content: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[ModelConfig, State]:
     """The inverse of `write_custom_model`."""
-    unknown = [name for name in state if not name.startswith(PREFIX)]
-    if unknown:
-        raise WeightsError(f"{unknown[0]} is no tensor of model_type={MODEL_TYPE}")
     config = parse_model_config(content.get("network"))
     return config, {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vit.config import ModelConfig
-from vit.errors import ConfigError, WeightsError
+from vit.errors import WeightsError
 from vit.model.build import check_fit, meta_model
 from vit.model.position_embedding import sinusoidal_2d
 from vit.text import join_names, printable
@@ -37,6 +37,7 @@ from vit.weights.formats.huggingface_config import (
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
     BIAS_TABLE,
+    FAULTS,
     PATCH_WEIGHT,
     SHARED_BIAS,
     State,
@@ -317,7 +318,7 @@ def read_huggingface(
             found, ours, notes = _network(kind, values, _architecture(config), state)
             antialias = kind.startswith(ANTIALIASED)
         classes, class_notes = _classes(config, found.num_classes)
-    except (ConfigError, WeightsError) as error:
+    except FAULTS as error:
         own = " (code of its own, auto_map, is not run: see vit models --pretrained for timm's)"
         raise WeightsError(f"{where}: {error}{own * ('auto_map' in config)}") from None
     preprocessing, processor_notes = read_processor(
@@ -408,8 +409,6 @@ def _unpack(name: str, tensor: Tensor) -> State:
     parts = 3 if start == "attn_pool" else 2
     if not packed:
         return {name: tensor}
-    if len(tensor) % parts:
-        raise WeightsError(f"{name} has {len(tensor)} rows, expected a multiple of {parts}")
     first, *others = (part.clone() for part in tensor.chunk(parts))
     ours = ("q", "kv") if start == "attn_pool" else ("fc1_g", "fc1_x")
     return {f"{start}.{ours[0]}.{end}": first, f"{start}.{ours[1]}.{end}": torch.cat(others)}
@@ -453,12 +452,9 @@ def _check(config: ModelConfig, state: State) -> None:
     positions = math.prod(config.grid)
     if positions > MAX_POSITIONS:
         raise WeightsError(f"config.json asks for an impossible network: {positions:,} patches")
-    try:
-        model = meta_model(config)
-        if config.position == "sinusoidal_2d":
-            state["pos_embed"] = sinusoidal_2d(config.grid, config.dim).unsqueeze(0)
-    except RuntimeError as error:  # a tensor size overflows
-        raise WeightsError(f"config.json asks for an impossible network: {error}") from None
+    model = meta_model(config)
+    if config.position == "sinusoidal_2d":
+        state["pos_embed"] = sinusoidal_2d(config.grid, config.dim).unsqueeze(0)
     check_fit(state, model)
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from vit.config import ModelConfig
 from vit.data.preprocessing import Preprocessing
 from vit.errors import WeightsError
-from vit.model.build import check_fit, meta_model
 from vit.weights.formats.huggingface_config import (
     FAMILIES,
     MULTILABEL,
@@ -205,10 +204,7 @@ def write_huggingface(
     if reason is not None:
         remedy = incompatibility_remedy(reason)
         raise WeightsError(f"transformers cannot express this network: {reason}{remedy}")
-    if len(classes or ()) != config.num_classes:
-        raise WeightsError(f"{len(classes or ())} class names for {config.num_classes} outputs")
     processor = write_processor(preprocessing, config.image_size)
-    check_fit(state, meta_model(config))
     on_cpu = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
     if config.stem == "conv":
         settings, tensors = write_custom_model(on_cpu, config, classes or ())

@@ -21,6 +21,7 @@ from vit.text import join_names
 from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
+    FAULTS,
     State,
     Table,
     flatten_patches,
@@ -59,8 +60,6 @@ NAMES: Table = (
 )
 TABLE = tuple((name.replace("{l}", "Transformer.encoderblock_{b}."), ours) for name, ours in NAMES)
 USUAL = {"norm_eps": 1e-6, "activation": "gelu", "layer_scale": 0.0}
-# Errors caused by malformed arrays.
-FAULTS = (ValueError, TypeError, RuntimeError, LookupError)
 NOTE = (
     "activation=gelu, as timm runs these weights; the JAX code approximates it by gelu_tanh; mean "
     "and std of images are 0.5, as there"

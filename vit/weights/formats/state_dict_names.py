@@ -22,6 +22,8 @@ from vit.text import join_names
 State = dict[str, Tensor]
 Table = tuple[tuple[str, str], ...]
 
+FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
+"""Errors that malformed tensors and values of a file cause, which readers report with its name."""
 PATCH_WEIGHT = "patch_embed.proj.weight"
 STEM = ("patch_embed.convs.", "patch_embed.norms.")  # parameters of a convolutional stem
 WRAPPERS = ("_orig_mod.", "module.")  # of torch.compile and DistributedDataParallel
@@ -122,8 +124,6 @@ def to_float32(state: Mapping[str, Tensor]) -> State:
     for name, tensor in state.items():
         if not tensor.is_floating_point():
             raise WeightsError(f"{name} holds {tensor.dtype}, expected floats")
-        if not tensor.ndim:
-            raise WeightsError(f"{name} is a single number")
     return {
         name: tensor.detach().to("meta" if tensor.is_meta else "cpu", torch.float32)
         for name, tensor in state.items()
@@ -165,8 +165,6 @@ def expand_shared_bias(state: Mapping[str, Tensor]) -> State:
     for number in block_numbers(state):
         name = f"blocks.{number}.attn.rel_pos.{BIAS_TABLE}"
         own = spread.get(name)
-        if own is not None and own.shape != shared.shape:
-            raise WeightsError(f"{name} {tuple(own.shape)}, but shared {tuple(shared.shape)}")
         spread[name] = shared.clone() if own is None else own + shared
     return spread
 

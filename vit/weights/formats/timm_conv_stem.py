@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from timm.layers import Format, to_2tuple
+from timm.layers import to_2tuple
 from timm.models import model_entrypoint, register_model
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ class TimmConvStem(ConvStem):
 
     Args:
         config: Settings of the stem, with the patch size as image size.
-        output_fmt: NHWC or NCHW for a grid of tokens; None for a sequence.
+        output_fmt: NHWC for a grid of tokens; None for a sequence.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TimmConvStem(ConvStem):
         self.to(**kind)
         self.config = config
         self.strict_img_size = strict_img_size
-        self.output_fmt = Format.NHWC if output_fmt == "NHWC" else Format.NCHW
+        assert output_fmt in (None, "NHWC"), "timm's networks take no other grid"
         self.flatten = output_fmt is None
         self.side = config.patch_size
         self.patch_size = (self.side, self.side)  # type: ignore[assignment]
@@ -68,10 +68,6 @@ class TimmConvStem(ConvStem):
             self.grid_size = (height // self.side, width // self.side)
             self.num_patches = self.grid_size[0] * self.grid_size[1]
 
-    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """Pixels per token along each axis."""
-        return self.side if as_scalar else (self.side, self.side)
-
     def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """(rows, cols) of the tokens of images of (height, width)."""
         return img_size[0] // self.side, img_size[1] // self.side
@@ -85,10 +81,7 @@ class TimmConvStem(ConvStem):
         tokens = self.tokens(images)
         if self.flatten:
             return tokens
-        grid = "batch (rows cols) dim -> batch rows cols dim"
-        if self.output_fmt == Format.NCHW:
-            grid = "batch (rows cols) dim -> batch dim rows cols"
-        return rearrange(tokens, grid, rows=rows)
+        return rearrange(tokens, "batch (rows cols) dim -> batch rows cols dim", rows=rows)
 
 
 def conv_stem(
@@ -115,8 +108,6 @@ def vit_conv_stem(pretrained: bool = False, **kwargs: Any) -> Any:
     if pretrained and kwargs.get("pretrained_cfg") is None:
         raise RuntimeError("vit_conv_stem has no weights of its own; give local-dir:FOLDER")
     base = kwargs.pop("base", "vit_tiny_patch16_224")
-    if base == "vit_conv_stem":
-        raise ValueError("base=vit_conv_stem: name an architecture of timm, which has no stem")
     stem = {name: kwargs.pop(name) for name in STEM_SETTINGS if name in kwargs}
     stem["norm_eps"] = kwargs.pop("stem_eps", 1e-6)
     layer = partial(conv_stem, stem)

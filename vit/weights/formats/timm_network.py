@@ -132,10 +132,8 @@ def timm_facts(
     if not named and not about.get("label_names"):
         classes, more = imagenet_names(name, about, config.num_classes)
         facts = facts._replace(classes=classes, notes=(*notes, *more))
-    # after an error, it is computed again each time
-    with suppress(OSError, RunError, TypeError, ValueError):
-        order = None if facts.rotary_order is None else asdict(facts.rotary_order)
-        _save(path, [asdict(facts.config), order, *facts[2:]])
+    order = None if facts.rotary_order is None else asdict(facts.rotary_order)
+    _save(path, [asdict(facts.config), order, *facts[2:]])
     return facts
 
 

@@ -26,6 +26,7 @@ from vit.weights.formats.infer_architecture import (
 from vit.weights.formats.original_checkpoints import to_timm_names
 from vit.weights.formats.pretrained import Pretrained
 from vit.weights.formats.state_dict_names import (
+    FAULTS,
     convert_timm,
     deduplicate_names,
     rename_timm,
@@ -33,9 +34,8 @@ from vit.weights.formats.state_dict_names import (
 )
 from vit.weights.formats.timm_network import timm_facts
 
+EVA = re.compile(r"blocks\.0\.attn\.q_(bias|proj\..*)")
 RESIZES = {"center": "crop", "squash": "squash", "border": "pad"}
-# Errors caused by malformed tensors and values in a file.
-FAULTS = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)
 
 
 def read_timm(
@@ -55,47 +55,26 @@ def read_timm(
     """
     try:
         about = dict(pretrained_cfg)
-        return _read(state, architecture, model_args, about, label_names, other_names)
+        theirs, notes = to_timm_names(state)
+        theirs, order, tag_classes = to_float32(theirs), None, None
+        if architecture is None:
+            eva = [name for name in theirs if EVA.fullmatch(name)]
+            if eva and bias_table(theirs) is None:
+                raise WeightsError(f"{eva[0]} is one of timm's many Eva networks; {REMEDY}")
+            config, assumptions = infer_config(rename_timm(theirs), original=(*state, *other_names))
+        else:
+            config, order, about, tag_classes, assumptions = timm_facts(
+                architecture, model_args, about, theirs, named=bool(label_names)
+            )
+        ours, dropped = convert_timm(rename_timm(theirs), config, order)
+        check_fit(ours, meta_model(config))
+        names = label_names or about.get("label_names") or tag_classes
+        classes, on_classes = class_names(names, config.num_classes)
+        prepared, on_images = preprocessing(about, config.image_size)
+        if prepared is None and not on_images and config.channels == 3:
+            prepared, on_images = infer_preprocessing(state.keys(), config.image_size)
     except FAULTS as error:
         raise WeightsError(f"{where}: {error}") from None
-
-
-def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
-    """Whether `read_timm` recognises the names in `state`."""
-    try:
-        return is_vision_transformer(to_timm_names(state)[0])
-    except WeightsError:
-        return False
-
-
-def _read(
-    state: Mapping[str, Tensor],
-    architecture: str | None,
-    model_args: Mapping[str, Any],
-    about: dict[str, Any],
-    label_names: Sequence[str] | Mapping[Any, str] | None,
-    other_names: Collection[str],
-) -> Pretrained:
-    theirs, notes = to_timm_names(state)
-    theirs, order, tag_classes = to_float32(theirs), None, None
-    if architecture is None:
-        if model_args:
-            raise WeightsError("model_args need the architecture that they are for")
-        eva = [name for name in theirs if re.fullmatch(r"blocks\.0\.attn\.q_(bias|proj\..*)", name)]
-        if eva and bias_table(theirs) is None:
-            raise WeightsError(f"{eva[0]} is one of timm's many Eva networks; {REMEDY}")
-        config, assumptions = infer_config(rename_timm(theirs), original=(*state, *other_names))
-    else:
-        config, order, about, tag_classes, assumptions = timm_facts(
-            architecture, model_args, about, theirs, named=bool(label_names)
-        )
-    ours, dropped = convert_timm(rename_timm(theirs), config, order)
-    check_fit(ours, meta_model(config))
-    names = label_names or about.get("label_names") or tag_classes
-    classes, on_classes = class_names(names, config.num_classes)
-    prepared, on_images = preprocessing(about, config.image_size)
-    if prepared is None and not on_images and config.channels == 3:
-        prepared, on_images = infer_preprocessing(state.keys(), config.image_size)
     terms = about.get("license")
     return Pretrained(
         state=ours,
@@ -106,6 +85,14 @@ def _read(
         origin=f"timm {architecture}" if architecture else "a network in timm's names",
         notes=(*notes, *assumptions, *dropped, *on_classes, *on_images),
     )
+
+
+def looks_like_timm(state: Mapping[str, Tensor]) -> bool:
+    """Whether `read_timm` recognises the names in `state`."""
+    try:
+        return is_vision_transformer(to_timm_names(state)[0])
+    except WeightsError:
+        return False
 
 
 def read_timm_config(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,6 @@ def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
 
 def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
     try:
-        _refuse(state)
         ours = to_float32(rename(state, TABLE, SOURCE))
         config, _ = infer_config(ours, USUAL)
         ours = flatten_patches(ours)
@@ -78,19 +77,6 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
             on_images,
         ),
     )
-
-
-def _refuse(state: Mapping[str, Tensor]) -> None:
-    if any(name.startswith("heads.pre_logits.") for name in state):
-        raise WeightsError(
-            f"{SOURCE} has heads.pre_logits, a layer before its head that this network does not "
-            "have; take one that was built without representation_size"
-        )
-    if any(name.startswith("conv_proj.conv_bn_relu_") for name in state):
-        raise WeightsError(
-            f"{SOURCE} has a convolutional stem, which this network does not have; take one that "
-            "was built without conv_stem_configs"
-        )
 
 
 def _preprocessing(config: ModelConfig) -> tuple[Preprocessing | None, str]:
