@@ -63,11 +63,6 @@ def write_fine(path: Path, seed: int) -> None:
     np.save(path.with_suffix(".npy"), values.astype(np.float32))
 
 
-def write_planar(path: Path, seed: int) -> None:
-    values = disc(5, level=100, noise=10, contrast=60, seed=seed).astype(np.uint8)
-    write_tiff(path.with_suffix(".tif"), values.transpose(2, 0, 1), planarconfig="separate")
-
-
 def folder_of(root: Path, write: Callable[[Path, int], None], count: int, first: int = 0) -> Path:
     """A folder for each class, with `count` images."""
     for number in range(first, first + 2 * count):
@@ -158,15 +153,12 @@ def test_a_killed_run_resumes_to_the_same_bytes_and_sees_the_fourth_channel(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("write", "order", "kind"), [(write_fine, ("1", "0"), "float32"), (write_planar, (), "uint8")]
-)
-def test_floats_and_planes_are_learnt(config_of, tmp_path, write, order, kind):
-    data = folder_of(tmp_path / "data", write, 24)
-    train(config_of(data, channel_order=order), tmp_path / "run")
-    assert top1(tmp_path / "run", write) >= 0.9
+def test_floats_in_another_order_are_learnt(config_of, tmp_path):
+    data = folder_of(tmp_path / "data", write_fine, 24)
+    train(config_of(data, channel_order=("1", "0")), tmp_path / "run")
+    assert top1(tmp_path / "run", write_fine) >= 0.9
     run = load_run(tmp_path / "run")
-    assert run.preprocessing.channels.value_type == kind
+    assert run.preprocessing.channels.value_type == "float32"
     files = some(data)
     ours = shares(vit.Predictor(tmp_path / "run", precision="fp32")(files))
     for name in ("net.onnx", "net.xml"):
