@@ -170,25 +170,25 @@ def test_the_split_projection_gives_the_same_outputs(graph_of, noise_of, options
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["calibrated", "dynamic", "static"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_networks_with_other_options_are_quantized(graph_of, noise_of, options, form):
-    if form == "static":  # export_options refuses later versions
-        options = {**options, "opset": min(options.get("opset", OPSET), OPSET)}
+def test_networks_with_other_options_are_quantized(graph_of, noise_of, options):
     content, module = graph_of(**options)
     images = noise_of(64, seed=1)
-    with torch.no_grad():
-        (wanted,) = module(torch.from_numpy(images))
-    calibration = [] if form == "dynamic" else list(noise_of(32))
-    quantized = quantize(content, calibration, static=form == "static")
-    found = answers(quantized, images)
-    changed = Graph(quantized)
-    routers = [changed.only_consumer(node.output[0]) for node in changed.nodes
-               if node.op_type == "MatMul" and changed.shape(node.input[1])]  # fmt: skip
-    blocks = 2 if options.get("feedforward") == "moe" else 0
-    assert [one.op_type for one in routers] == ["Softmax"] * blocks  # tokens keep their experts
-    assert np.abs(found - wanted.numpy()).mean() < 0.02
-    assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9
+    for form in ("calibrated", "dynamic", "static"):
+        if form == "static" and options.get("opset", OPSET) > OPSET:  # export_options refuses it
+            content, module = graph_of(**{**options, "opset": OPSET})
+        with torch.no_grad():
+            (wanted,) = module(torch.from_numpy(images))
+        calibration = [] if form == "dynamic" else list(noise_of(32))
+        quantized = quantize(content, calibration, static=form == "static")
+        found = answers(quantized, images)
+        changed = Graph(quantized)
+        routers = [changed.only_consumer(node.output[0]) for node in changed.nodes
+                   if node.op_type == "MatMul" and changed.shape(node.input[1])]  # fmt: skip
+        blocks = 2 if options.get("feedforward") == "moe" else 0
+        assert [one.op_type for one in routers] == ["Softmax"] * blocks, form  # of tokens' experts
+        assert np.abs(found - wanted.numpy()).mean() < 0.02, form
+        assert (found.argmax(1) == wanted.argmax(1).numpy()).mean() > 0.9, form
 
 
 @pytest.mark.slow
