@@ -20,6 +20,7 @@ from vit.errors import ConfigError
 from vit.paths import did_you_mean
 from vit.text import nearest
 
+MAX_BYTES = 1_000_000
 RUNS = "runs"
 """Folder of run folders without --out."""
 # model settings in every config.json; the default of a newer one is what older runs did
@@ -279,6 +280,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     """Flat values of a YAML file, not yet checked against the settings."""
     try:
         raw = Path(path).read_bytes()
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(f"is larger than {MAX_BYTES:,} bytes")
         values = yaml.load(raw, _StrictLoader)
         if values is None:
             return {}

@@ -107,6 +107,8 @@ def compare_runs(
         images = plural(left_out, "image")
         notify(f"note: {images} left out, which only some of the runs held out")
     _check_same_labels(predictors, tables, paths, spec)
+    if several:
+        _require_a_class([labels_of(tables[0][path]) for path in paths], spec)
     failed: dict[str, str] = {}
     answers: list[dict[str, Answer]] = []
     rows: list[dict[str, Tensor]] = []
@@ -133,11 +135,8 @@ def compare_runs(
     if not readable:
         raise DataError(f"{spec.data}: none of {len(paths)} images can be read")
     labels = [labels_of(tables[0][path]) if several else () for path in readable]
-    if several and not any(labels):
-        raise DataError(
-            f"{spec.data}: none of {plural(len(labels), 'image')} has a class, and "
-            "networks are compared by the mean average precision of classes; give labelled images"
-        )
+    if several:
+        _require_a_class(labels, spec)
     names = image_groups(next((one for one in specs if one.group), spec), readable)
     by_image = {path: [each[path] for each in answers] for path in readable}
     right = torch.tensor([[one.right for one in by_image[path]] for path in readable]).T
@@ -221,6 +220,15 @@ def _shared_label_settings(specs: Sequence[DatasetSpec], notify: Notify) -> dict
     ]
     notify(f"note: all runs are compared with {' and '.join(given)}, as some were trained with")
     return {"corrections": corrections, "label_list": labels}
+
+
+def _require_a_class(labels: Sequence[Sequence[int]], spec: DatasetSpec) -> None:
+    """Raise if no image has any label."""
+    if not any(labels):
+        raise DataError(
+            f"{spec.data}: none of {plural(len(labels), 'image')} has a class, and "
+            "networks are compared by the mean average precision of classes; give labelled images"
+        )
 
 
 def _check_same_labels(

@@ -58,6 +58,7 @@ def detect_format(path: Path) -> FileFormat:
     )
 
 
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_PICKLES = 5  # magic number, protocol, type sizes, object, storage keys
 MAX_EXPANSION = 4
 EXPANSION_ALLOWANCE = 16_000_000
@@ -241,7 +242,9 @@ def read_checkpoint(path: Path, *, zipped: bool) -> Any:
                 _check_pickle(io.BytesIO(archive.read(_pickle_in(archive, path))), path)
         else:
             with open_file(path) as file:
-                for _ in range(LEGACY_PICKLES):
+                if _check_pickle(file, path) != LEGACY_MAGIC:
+                    raise WeightsError(f"{path} is a Python pickle, but not of torch; {NO_CODE}")
+                for _ in range(LEGACY_PICKLES - 1):
                     _check_pickle(file, path)
         with (
             open_file(path) as file,  # an open file, because torch trusts the name
@@ -292,8 +295,9 @@ def _pickle_in(archive: zipfile.ZipFile, path: Path) -> str:
     return found[0]
 
 
-def _check_pickle(file: IO[bytes], path: Path) -> None:
-    """Check the opcodes of one pickle without running it."""
+def _check_pickle(file: IO[bytes], path: Path) -> object:
+    """Check the opcodes of one pickle without running it, and return its last integer."""
+    number: object = None
     for step, (code, value, _) in enumerate(pickletools.genops(file)):
         if step == MAX_OPCODES:
             raise WeightsError(f"{path} is a program too long for weights; {NO_CODE}")
@@ -304,6 +308,9 @@ def _check_pickle(file: IO[bytes], path: Path) -> None:
                 f"{path} holds Python objects ({name}), which could run code; "
                 f"{NO_CODE}, or for one that torch.save made of a state_dict"
             )
+        if isinstance(value, int):
+            number = value
+    return number
 
 
 def is_npz(path: Path) -> bool:

@@ -117,7 +117,7 @@ STEM = [ConvStemConfig(8, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(32, 3,
     ("settings", "change", "message"),
     [
         ({"representation_size": 8}, {}, "heads.pre_logits"),
-        ({"conv_stem_configs": STEM}, {}, "conv_proj.conv_bn_relu_0"),
+        ({"conv_stem_configs": STEM}, {}, "convolutional stem"),
         ({"hidden_dim": 192}, {}, "how many heads.*width 192"),
         ({}, {"conv_proj.weight": torch.zeros(768, 3, 8, 4)}, "square patches"),
         ({}, {"conv_proj.weight": torch.zeros(768)}, "square patches"),

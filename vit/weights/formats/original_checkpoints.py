@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.errors import WeightsError
 from vit.text import join_names
 from vit.weights.formats.state_dict_names import (
     PATCH_WEIGHT,
@@ -140,6 +141,8 @@ def _apply_bias_masks(state: State) -> State:
     masked = dict(state)
     for name in [name for name in state if name.endswith(".bias_mask")]:
         bias, mask = name.removesuffix("_mask"), masked.pop(name)
+        if bias not in masked or not bool(((mask == 0) | (mask == 1)).all()):
+            raise WeightsError(f"{name} is not a mask of ones and zeros for {bias}")
         masked[bias] = torch.where(mask == 1, masked[bias], torch.zeros_like(masked[bias]))
     return masked
 

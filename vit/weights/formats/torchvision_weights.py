@@ -15,7 +15,13 @@ from vit.errors import ConfigError, WeightsError
 from vit.model.build import check_fit, meta_model
 from vit.weights.formats.infer_architecture import infer_config
 from vit.weights.formats.pretrained import Pretrained
-from vit.weights.formats.state_dict_names import Table, flatten_patches, rename, to_float32
+from vit.weights.formats.state_dict_names import (
+    FAULTS,
+    Table,
+    flatten_patches,
+    rename,
+    to_float32,
+)
 
 NAMES: Table = (
     (r"class_token", "cls_token"),
@@ -52,6 +58,7 @@ def looks_like_torchvision(state: Mapping[str, Tensor]) -> bool:
 
 def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
     try:
+        _refuse(state)
         ours = to_float32(rename(state, TABLE, SOURCE))
         config, _ = infer_config(ours, USUAL)
         ours = flatten_patches(ours)
@@ -61,7 +68,7 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
                 f"the file does not say how many heads there are, and no network of torchvision "
                 f"has the width {config.dim}; they have {', '.join(map(str, WIDTHS))}"
             )
-    except (ConfigError, WeightsError, LookupError) as error:
+    except (ConfigError, WeightsError, *FAULTS) as error:
         raise WeightsError(f"{where}: {error}") from None
     classes, notes = _classes(config.num_classes)
     prepared, on_images = _preprocessing(config)
@@ -77,6 +84,19 @@ def read_torchvision(state: Mapping[str, Tensor], where: str) -> Pretrained:
             on_images,
         ),
     )
+
+
+def _refuse(state: Mapping[str, Tensor]) -> None:
+    if any(name.startswith("heads.pre_logits.") for name in state):
+        raise WeightsError(
+            f"{SOURCE} has heads.pre_logits, a layer before its head that this network does not "
+            "have; take one that was built without representation_size"
+        )
+    if any(name.startswith("conv_proj.conv_bn_relu_") for name in state):
+        raise WeightsError(
+            f"{SOURCE} has a convolutional stem, which this network does not have; take one that "
+            "was built without conv_stem_configs"
+        )
 
 
 def _preprocessing(config: ModelConfig) -> tuple[Preprocessing | None, str]:
