@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 import yaml
 from huggingface_hub import constants
 from PIL import Image
+from torch import nn
 
 import vit
 from tests.slow_cases import mostly_slow
@@ -29,7 +31,9 @@ from vit.training import backbone_selection as selection
 from vit.training.backbone_selection import (
     SCRATCH,
     TOO_SLOW,
+    PatchFilters,
     Tournament,
+    patch_filters,
     read_record,
     shuffle_weights,
     stratified_order,
@@ -45,6 +49,8 @@ CLASSES, EACH = 4, 60
 NOISE = {"good": 0.6, "copy": 0.6, "fair": 1.2, "random": 1e6, "noise": 1e6, "slow": 0.3}
 """Networks of these tests by the noise of their features; the last one takes long."""
 SIZES = dict(zip(NOISE, (20.0, 30.0, 10.0, 5.0, 5.0, 40.0), strict=True))
+FROM_SCRATCH = 0.5
+"""Noise of the features that stand for training from scratch."""
 
 
 @pytest.fixture
@@ -63,10 +69,12 @@ class FakeTournament(Tournament):
     """A tournament of networks that add noise to the class of an image, by a clock of its own."""
 
     now, kill_after, images = 0.0, 10**9, 0
+    twins: ClassVar = {"copy": "good"}
+    """Networks with the features of another one."""
     untaught = ""
     """A network that is as good with shuffled weights."""
 
-    def __init__(self, data: Path, cache: Path, names, *, seconds=1000.0, scratch=True):
+    def __init__(self, data: Path, cache: Path, names, *, seconds=1000.0, scratch=None):
         chosen = {"data": str(data), "feature_cache": str(cache), "workers": 0}
         chosen = Settings(call={**chosen, "precision": "fp32", "device": "cpu"})
         config = make_config(chosen)
@@ -85,20 +93,19 @@ class FakeTournament(Tournament):
             clock=lambda: self.now,
         )
 
+    def open_filters(self):
+        return self.open(SCRATCH)
+
     def open(self, source, *, shuffled=False):
         self.now += 0.1
 
         def prepare(path):
-            pixels = np.asarray(read_image(path))
-            digest = hashlib.sha256(pixels.tobytes() + source.encode()).digest()
+            pixels, twin = np.asarray(read_image(path)), self.twins.get(source, source)
+            twin = "random" if shuffled and source != self.untaught else twin
+            digest = hashlib.sha256(pixels.tobytes() + twin.encode()).digest()
             noise = np.random.default_rng([*digest]).normal(size=CLASSES)
-            chance = shuffled and source != self.untaught
-            scale = 1e6 if chance else 0.6 if source == "copy" else NOISE[source]
-            if source == "copy" and not shuffled:  # the same features as of `good`
-                digest = hashlib.sha256(pixels.tobytes() + b"good").digest()
-                noise = np.random.default_rng([*digest]).normal(size=CLASSES)
             signal = np.eye(CLASSES)[pixels[2, 2, 0] // 60]
-            return torch.from_numpy(signal + scale * noise).float()
+            return torch.from_numpy(signal + NOISE.get(twin, FROM_SCRATCH) * noise).float()
 
         def vectors(images):
             self.images += len(images)
@@ -128,24 +135,49 @@ def test_a_copy_ties_and_the_smaller_one_is_taken(grey, tmp_path):
     played = FakeTournament(grey, tmp_path / "c", ["copy", "good"])
     assert played.run().weights.source == "good"
     line = played.summary()["sentence"]
-    assert line.startswith("a tie of good, copy, of which the smallest is taken: good; copy would")
+    assert line.startswith("a tie of good, copy, so the smallest network wins: good; ")
     assert "+0.0 points" in line
 
 
 @pytest.mark.parametrize("seconds", [12.0, 1000.0])
 def test_networks_that_know_nothing_leave_training_from_scratch(grey, tmp_path, seconds):
-    played = FakeTournament(grey, tmp_path / "c", ["random", "noise"], seconds=seconds)
+    names = ["random", "noise"]
+    played = FakeTournament(grey, tmp_path / "c", names, seconds=seconds, scratch=16)
     assert played.run() is None
-    assert played.summary()["chosen"] == SCRATCH
-    assert "no better" in played.summary()["networks"][0]["left_out"]
-    forced = FakeTournament(grey, tmp_path / "d", ["random", "noise"], scratch=False)
+    found = played.summary()
+    assert found["chosen"] == SCRATCH
+    assert "no better" in found["networks"][0]["left_out"]
+    forced = FakeTournament(grey, tmp_path / "d", names, seconds=seconds)
     assert forced.run() is not None
+    better = FakeTournament(grey, tmp_path / "e", [*names, "good"], scratch=16)
+    assert better.run().weights.source == "good"
 
 
 def test_what_is_worse_than_another_with_shuffled_weights_is_not_chosen(grey, tmp_path):
-    played = FakeTournament(grey, tmp_path / "c", ["good", "fair"])
+    played = FakeTournament(grey, tmp_path / "c", ["good", "fair"], scratch=16)
     played.untaught = "good"
     assert played.run() is None
+
+
+def test_where_patches_are_by_far_the_best_it_trains_from_scratch(grey, tmp_path):
+    played = FakeTournament(grey, tmp_path / "c", ["fair", "random"], scratch=16)
+    played.twins = {SCRATCH: "slow"}
+    assert played.run() is None
+    found = played.summary()
+    assert found["chosen"] == found["networks"][0]["source"] == SCRATCH
+    assert found["sentence"].startswith("from scratch; fair would give -")
+    again = FakeTournament(grey, tmp_path / "c", ["fair", "random"], scratch=16)
+    assert (again.run(), again.images) == (None, 0)
+    assert again.summary() == found
+
+
+def test_from_scratch_it_has_to_be_better_by_far(grey, tmp_path):
+    played = FakeTournament(grey, tmp_path / "c", ["good", "fair"], scratch=16)
+    assert played.run().weights.source == "good"
+    found = played.summary()
+    assert found["sentence"].startswith("good; fair would give -")
+    rows = {row["source"]: row["accuracy"] for row in found["networks"]}
+    assert rows[SCRATCH] > rows["good"]
 
 
 def test_a_network_that_can_no_longer_be_read_is_not_chosen(grey, tmp_path, monkeypatch):
@@ -240,6 +272,22 @@ def test_a_second_call_makes_no_features(grey, tmp_path):
     assert third.images < first.images / 5
 
 
+def test_filters_answer_to_every_direction_of_patches_alike():
+    """Images of little but low frequencies are whitened, and uniform ones give no answer."""
+    noise = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images = nn.functional.interpolate(noise, scale_factor=2, mode="bilinear")
+    filters = patch_filters(images, seed=0)
+    network = PatchFilters(filters)
+    patches = nn.functional.unfold(images, selection.PATCH).transpose(1, 2).flatten(0, 1)
+    deviations = (patches @ filters.flatten(1).T).std(0)
+    assert deviations.max() < 2 * deviations.min()
+    assert filters.sum((1, 2, 3)).abs().max() < 1e-4  # uniform images have no answer
+    assert network.features(images).shape == (64, 8 * selection.FILTERS)
+    assert torch.equal(patch_filters(images, seed=0), filters)
+    for grey in (torch.zeros(2, 3, 32, 32), torch.ones(2, 3, 6, 6)):
+        assert patch_filters(grey, seed=0).isfinite().all()
+
+
 def test_shuffled_weights_keep_their_values():
     model = build_classifier(
         ModelConfig(image_size=16, patch_size=8, dim=32, depth=1, num_heads=2, num_classes=2)
@@ -280,14 +328,14 @@ def put_in_cache() -> None:
     (home / "refs" / "main").write_text("0123abc")
 
 
-ALWAYS = "vit.training.backbone_selection.Tournament.knows_images"
 COMMON = ["--image-size", "32", "-j", "0"]
 
 
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_auto_trains_and_resumes_and_is_planned(offline, photos, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ALWAYS, lambda *_: True)  # noise has nothing that a network could know
+    monkeypatch.setattr(Tournament, "knows_images", lambda *_: True)  # noise has nothing to know
+    monkeypatch.setattr(Tournament, "needs_no_network", lambda *_: False)
     put_in_cache()
     source = VIT_TINY.source
     plan = ["plan", str(photos), "--weights", "auto", *COMMON, "--save", "my plan.yaml"]
@@ -316,7 +364,8 @@ def test_auto_trains_and_resumes_and_is_planned(offline, photos, tmp_path, capsy
 @pytest.mark.auto_precision
 @pytest.mark.usefixtures("known_speed")
 def test_a_short_time_fits_a_head_alone_from_python(offline, photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(ALWAYS, lambda *_: True)
+    monkeypatch.setattr(Tournament, "knows_images", lambda *_: True)  # noise has nothing to know
+    monkeypatch.setattr(Tournament, "needs_no_network", lambda *_: False)
     put_in_cache()
     chosen = {"data": str(photos), "weights": "auto", "time": "20s", "image_size": 32, "workers": 0}
     assert vit.plan({**chosen, "method": "probe"})[0].finetune.weights == VIT_TINY.source
@@ -384,6 +433,28 @@ def test_one_image_of_a_group_and_none_for_validation_is_compared(
     patients = [int(Path(path).stem) // 3 for path in seen]
     assert len(patients) == len({*patients}) > 8
     assert not {*patients} & {int(Path(path).stem) // 3 for path in held_out}
+
+
+@pytest.mark.usefixtures("known_speed")
+def test_patches_of_images_are_measured(offline, tmp_path, tiny_run, monkeypatch):
+    """Stripes in one of two directions, which a network with random weights hardly tells apart."""
+    random = np.random.default_rng(0)
+    for number in range(60):
+        wave = 40 * np.sin(2 * np.arange(24) + random.uniform(0, 6))
+        stripes = np.broadcast_to(wave if number % 2 else wave[:, None], (24, 24))
+        pixels = random.uniform(60, 190) + random.normal(0, 20, (24, 24, 3)) + stripes[..., None]
+        path = tmp_path / "stripes" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+    shutil.copytree(tiny_run, "runs/untrained")
+    monkeypatch.setattr(Tournament, "knows_images", lambda *_: True)
+    settings = {"weights": "auto", "workers": 0, "precision": "fp32", "device": "cpu"}
+    config, plan = vit.plan(tmp_path / "stripes", **settings)
+    assert config.finetune.weights is None
+    rows = {row["source"]: row["accuracy"] for row in plan.backbones["networks"]}
+    assert plan.backbones["chosen"] == SCRATCH
+    assert rows[SCRATCH] > 0.95
+    assert rows["runs/untrained"] < 0.9
 
 
 @pytest.mark.auto_precision

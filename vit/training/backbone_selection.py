@@ -2,20 +2,25 @@
 
     training images, stratified -> features of each network -> cross-validation of a linear head
     -> the better half goes on with twice as many images (successive halving)
-    -> the best ones against themselves with shuffled weights -> paired comparison
+    -> the best ones against themselves with shuffled weights, and against patches of the images
+    -> paired comparison
 
 Validation and test images are not used. All networks see the same images and folds, so that they
 are compared image by image. A network that is no better than with the entries of each of its
-tensors shuffled knows nothing of these images; if all are so, training starts from scratch.
+tensors shuffled knows nothing of these images; where the features of `PatchFilters`, which know
+nothing else, are by far the best, no network knows what is needed. Then training starts from
+scratch.
 
     CACHE/selection-<digest>.json     what is known so far; a second call goes on from there
 
 Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
 Optimization", arXiv:1502.07943; Renggli et al., "SHiFT", arXiv:2204.01457 (linear heads as proxies,
-with successive halving).
+with successive halving); Coates and Ng, "The Importance of Encoding Versus Training with Sparse
+Coding and Vector Quantization", ICML 2011 (random patches as filters).
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -28,6 +33,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vit.atomic_files import explain_write_errors, write_text
 from vit.config import Config
@@ -54,27 +61,35 @@ from vit.training.finetune.linear_probe import held_out_answers
 from vit.training.logging.training_progress import notifier
 from vit.training.plan_weights import WeightsChoice
 from vit.training.setup import make_network
-from vit.weights.backbone_list import license_name
+from vit.weights.backbone_list import Backbone, license_name
 from vit.weights.load_model import open_pretrained
+from vit.weights.safetensors_io import digest
 
 SCRATCH, TOO_SLOW = "from scratch", "too slow for the time"
-VERSION = 2
+VERSION = 4
 ROUNDS_SHARE, MAX_SHARE = 0.2, 0.25
 """Shares of the time: of the rounds as planned, half of it at most to measure speeds; and of all
-with shuffled weights, at most."""
+with shuffled weights and patches, at most."""
 MIN_IMAGES, MAX_IMAGES = 100, 6000
 """Images of the first round, unless there are fewer, and of the last one."""
 FINALISTS = 2
 """Networks with which the rounds end."""
 TIE = 0.01
 """Difference of accuracy below which two networks tie, unless a paired test shows it."""
+SCRATCH_ERRORS = 0.5
+"""Training from scratch is chosen where a head on patches makes no more than this share of the
+errors of the best network: with a few hundred images, trainings were up to 29 points below patches
+(benchmarks/results)."""
 TIMED_IMAGES = 4
 """Images that the speed of a network is measured with on a CPU."""
+PATCH, FILTERS, PATCHES, FILTERED = 6, 64, 20_000, 64
+"""Side of a filter in pixels, number of filters, of patches whose variances are evened out, and of
+images that they are taken from."""
 
 Record = dict[str, Any]
 """What is known: `speeds` of the plan, the `entrants`, seconds `spent`, `images` of each round; of
 each of the `networks`, by source, seconds of an image, and the answers of each round; the `ranking`
-of the last round, `chosen`, `tied`."""
+of the last round, the answers of `scratch` to the images of the first round, `chosen`, `tied`."""
 
 
 def record_file(
@@ -118,6 +133,47 @@ def stratified_order(samples: Sequence[Sample], *, seed: int) -> list[Sample]:
     return [samples[place] for place in sorted(ranks, key=lambda one: (ranks[one], one))]
 
 
+class PatchFilters(nn.Module):
+    """Features of one layer: the positive and the negative part of the answer of each filter, and
+    their means over the quarters of an image.
+
+    Args:
+        filters: (filters, channels, PATCH, PATCH), as of `patch_filters`.
+    """
+
+    THRESHOLD = 0.5
+    """What counts of an answer, whose variance is about one, is beyond this."""
+
+    def __init__(self, filters: Tensor) -> None:
+        super().__init__()
+        self.filters = nn.Parameter(filters)
+
+    def features(self, images: Tensor) -> Tensor:
+        """(batch, channels, height, width) -> (batch, 8 filters)."""
+        found = F.conv2d(images, self.filters)
+        parts = F.relu(torch.cat([found, -found], 1) - self.THRESHOLD)
+        means: Tensor = F.adaptive_avg_pool2d(parts, 2).flatten(1)
+        return means
+
+
+def patch_filters(images: Tensor, *, seed: int) -> Tensor:
+    """Whitened patches of `images`, (n, channels, height, width): (FILTERS, channels, PATCH, PATCH)
+    without a mean, whose answers to patches all have about the same variance."""
+    generator = torch.Generator().manual_seed(random_seed(seed, "patches"))
+    windows = images.unfold(2, PATCH, 1).unfold(3, PATCH, 1)
+    image, row, column = (
+        torch.randint(windows.shape[axis], (PATCHES,), generator=generator) for axis in (0, 2, 3)
+    )
+    patches = windows[image, :, row, column].flatten(1)
+    patches = patches - patches.mean(1, keepdim=True)
+    variances, axes = torch.linalg.eigh(patches.T @ patches / len(patches))
+    # noise of small variance is not made as strong as what images have
+    variances = variances.clamp_min(0) + 0.1 * variances.mean() + 1e-6
+    whiten: Tensor = axes @ variances.rsqrt().diag() @ axes.T
+    filters = F.normalize(patches[:FILTERS] @ whiten, dim=1) @ whiten
+    return (filters - filters.mean(1, keepdim=True)).view(-1, images.shape[1], PATCH, PATCH)
+
+
 class Tournament:
     """Rounds of a selection, of which `record` and its file `path` know some; all processes take
     part.
@@ -125,7 +181,8 @@ class Tournament:
     Args:
         chosen: The settings of the training.
         seconds: Of the training; `MAX_SHARE` of them are used at most.
-        scratch: Whether none of the networks may be chosen.
+        scratch: Side of the images that training from scratch would see; None where it is no
+            choice.
     """
 
     def __init__(
@@ -139,11 +196,12 @@ class Tournament:
         accelerator: Accelerator,
         *,
         seconds: float,
-        scratch: bool,
+        scratch: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path, self.chosen, self.config = path, chosen, config
         self.choices = {choice.weights.source: choice for choice in choices}
+        self.scratch = None if scratch is None else max(scratch, PATCH)
         self.record = record
         entrants = on_main(accelerator, lambda: [[s, *versions([s])] for s in sorted(self.choices)])
         if record.get("entrants") != entrants:
@@ -151,7 +209,7 @@ class Tournament:
             self.record = {name: record[name] for name in ("version", "speeds")}
             self.record |= {"entrants": entrants, "networks": networks}
         self.networks: dict[str, Record] = self.record["networks"]
-        self.classes, self.scratch, self.seconds = len(splits.classes), scratch, seconds
+        self.classes, self.seconds = len(splits.classes), seconds
         self.samples = stratified_order(splits.train, seed=config.training.seed)[:MAX_IMAGES]
         self.accelerator, self.clock, self.notify = accelerator, clock, notifier(accelerator)
         self.began: float = clock() - self.record.setdefault("spent", 0.0)
@@ -240,6 +298,28 @@ class Tournament:
         key = weights_digest(merged_state_dict(network.state_dict(), config), model)
         return network_features(network, images, config, self.accelerator, key)
 
+    def open_filters(self) -> Extractor:
+        """What stands for training from scratch; some image can be read."""
+        config = self.config
+        assert self.scratch is not None
+        images = Preprocessing.from_config(config.data, self.scratch, config.model.patch_size)
+        images = dataclasses.replace(images, resize="squash", crop_share=1.0, patch_size=None)
+
+        def make() -> Tensor:
+            some: list[Tensor] = []
+            for sample in self.samples:
+                if len(some) < FILTERED:
+                    with contextlib.suppress(BadImage):
+                        some.append(images(images.read(sample.path)))
+            pixels = images.normalise(torch.stack(some), torch.float32)
+            return patch_filters(pixels, seed=config.training.seed)
+
+        filters = on_main(self.accelerator, make)
+        return network_features(
+            PatchFilters(filters).to(self.accelerator.device),  # type: ignore[arg-type]
+            *(images, config, self.accelerator, digest({"filters": filters}, {})),
+        )
+
     def round_sizes(self) -> list[int]:
         """Images of each round; the slowest networks are left out where the time is too short."""
         total, room = len(self.samples), ROUNDS_SHARE * self.seconds - self.measured(self.began)
@@ -269,7 +349,7 @@ class Tournament:
                 network = self.networks[source]
                 if len(network["right"]) > number:
                     continue
-                right = self.answers(source, count)
+                right = self.answers(partial(self.open, source), count)
                 if right is not None:
                     network["right"].append(right)
                     self.save()
@@ -291,11 +371,11 @@ class Tournament:
         """Sort key: the smaller network first."""
         return self.choices[source].weights.megabytes, source
 
-    def answers(self, source: str, count: int, *, shuffled: bool = False) -> str | None:
+    def answers(self, open_extractor: Callable[[], Extractor | None], count: int) -> str | None:
         """For each held-out image 1 if a linear head is right, else 0; None where the network
         cannot be read, or the time is over."""
         late = self.measured(self.began) > MAX_SHARE * self.seconds
-        extractor = None if late else self.open(source, shuffled=shuffled)
+        extractor = None if late else open_extractor()
         if extractor is None:
             return None
         found = extract(
@@ -320,7 +400,7 @@ class Tournament:
             if not late:
                 raise ConfigError("weights=auto: none of the weights at hand can be read")
             return min(late, key=self.size)
-        if not ranked:
+        if not ranked or (self.scratch and self.needs_no_network(ranked[0])):
             return SCRATCH
         best = self.networks[ranked[0]]["right"][last]
         tied = [s for s in ranked if is_tie(best, self.networks[s]["right"][last])]
@@ -332,7 +412,8 @@ class Tournament:
         asked before; also where that is not known."""
         network = self.networks[source]
         if "shuffled" not in network:
-            network["shuffled"] = self.answers(source, self.record["images"][0], shuffled=True)
+            opened = partial(self.open, source, shuffled=True)
+            network["shuffled"] = self.answers(opened, self.record["images"][0])
             self.save()
         if not network["shuffled"]:
             return "left_out" not in network
@@ -340,11 +421,27 @@ class Tournament:
         best = max(known, key=lambda right: right.count("1"))
         return paired(best, network["right"][0]).verdict() == "better"
 
+    def needs_no_network(self, best: str) -> bool:
+        """Whether features that know nothing but these images are by far better than the best."""
+        if "scratch" not in self.record:
+            self.record["scratch"] = self.answers(self.open_filters, self.record["images"][0])
+            self.save()
+        scratch, right = self.record["scratch"], self.networks[best]["right"][0]
+        few = scratch and scratch.count("0") <= SCRATCH_ERRORS * right.count("0")
+        return bool(few) and paired(right, scratch).verdict() == "better"
+
     def summary(self) -> dict[str, Any]:
         """The content of backbones.json: what was measured, and what was chosen."""
         rows: list[dict[str, Any]] = []
-        for source, network in self.networks.items():
-            choice = self.choices[source]
+        choices, networks = self.choices, self.networks
+        if "scratch" in self.record:
+            right, nothing = self.record["scratch"], Backbone(SCRATCH, license="-", megabytes=0.0)
+            choice = WeightsChoice(nothing, "patches", self.scratch or 0, 0.0, 0.0, True)
+            late = {"right": [], "left_out": TOO_SLOW}
+            choices = {**choices, SCRATCH: choice}
+            networks = {**networks, SCRATCH: {"right": [right]} if right else late}
+        for source, network in networks.items():
+            choice = choices[source]
             right = ["", *network["right"][: len(self.record["images"])]][-1]
             hits, count = right.count("1"), len(right)
             rows.append(
@@ -369,28 +466,29 @@ class Tournament:
     def sentence(self) -> str:
         """What was chosen, and what the next best would give."""
         chosen, tied = self.record["chosen"], self.record.get("tied")
-        if chosen == SCRATCH:
+        ranked, number = self.record["ranking"], len(self.record["images"]) - 1
+        if chosen == SCRATCH and not ranked:
             known = any("shuffled" in network for network in self.networks.values())
             why = "no network is better than with shuffled weights"
-            return f"training from scratch: {why if known else 'no network could be measured'}"
-        ranked, last = self.record["ranking"], len(self.record["images"]) - 1
+            return f"training {SCRATCH}: {why if known else 'no network could be measured'}"
         others = [one for one in ranked if one != chosen]
-        answers = [self.networks[one]["right"][last] for one in [chosen, *others[:1]] if ranked]
+        if chosen == SCRATCH:
+            answers = [self.record["scratch"], self.networks[ranked[0]]["right"][0]]
+        else:
+            compared = [chosen, *others[:1]] if ranked else []
+            answers = [self.networks[one]["right"][number] for one in compared]
         if len(answers) < 2 or not all(answers):
             return f"{chosen}, and no other network was measured with as many images"
         found = paired(*answers)
         low, high = (100 * end for end in found.interval)
-        shuffled = [one["shuffled"] for one in self.networks.values() if "shuffled" in one]
-        late = "; the time was too short for shuffled weights" if None in shuffled else ""
-        tie = f"a tie of {join_names(tied)}, of which the smallest is taken: " if tied else ""
+        tie = f"a tie of {join_names(tied)}, so the smallest network wins: " if tied else ""
         return (
             f"{tie}{chosen}; {others[0]} would give {100 * found.difference:+.1f} points (95 % "
             f"interval {low:+.1f} to {high:+.1f}; a linear head, {plural(found.count, 'image')})"
-            f"{late}"
         )
 
 
-def shuffle_weights(network: torch.nn.Module, *, seed: int) -> None:
+def shuffle_weights(network: nn.Module, *, seed: int) -> None:
     """Permute the entries of each parameter of `network`."""
     generator = torch.Generator().manual_seed(random_seed(seed, "shuffled"))
     with torch.no_grad():
@@ -419,8 +517,9 @@ def table_lines(found: Mapping[str, Any]) -> list[str]:
     ]
     for row in found["networks"]:
         ends = " to ".join(f"{100 * end:.1f}" for end in row["interval"] or ())
-        share, ms = percent(row["accuracy"], 1), row["milliseconds"] or math.nan
-        cells = (ends, row["images"], f"{ms:.1f}", f"{row['megabytes']:.0f}", row["image_size"])
+        share, ms = percent(row["accuracy"], 1), row["milliseconds"]
+        speed = "-" if ms is None else f"{ms:.1f}"
+        cells = (ends, row["images"], speed, f"{row['megabytes']:.0f}", row["image_size"])
         about = (row["left_out"] or row["method"], row["year"] or "-", row["license"])
         rows.append((row["source"], share, *map(str, (*cells, *about))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -282,7 +282,8 @@ def choose_backbone(
         lines.append(f"not on this disk: {join_names(sizes, 3)}; --weights auto:1GB fetches some")
     measurable = one_class and not facts.channels and not config.data.tiles
     many = scratch and facts.labels >= MANY_LABELS and "image_size" not in values
-    least = image_side(facts.side, ladder_for(facts.side)[0]) if many else 0
+    side = values.get("image_size") or image_side(facts.side, ladder_for(facts.side)[0])
+    least = side if many else 0
     possible, left_out = [], {}
     for weights in found:
         if weights.image_size < least:
@@ -322,7 +323,7 @@ def choose_backbone(
     tournament = Tournament(
         *(record, path, choices, chosen, config, splits, accelerator),
         seconds=planned_seconds(facts),
-        scratch=scratch,
+        scratch=side if scratch else None,
     )
     choice = tournament.run()
     return facts, choice, tournament.summary()
