@@ -180,6 +180,31 @@ def test_from_scratch_it_has_to_be_better_by_far(grey, tmp_path):
     assert rows[SCRATCH] > rows["good"]
 
 
+@pytest.mark.parametrize(("scratch", "chosen"), [("random", "weak"), ("good", None)])
+def test_a_network_not_shown_to_know_the_images_has_to_be_ahead_of_patches(
+    grey, tmp_path, monkeypatch, scratch, chosen
+):
+    """More accurate than with shuffled weights, but no test shows it."""
+    monkeypatch.setitem(NOISE, "weak", 12.0)
+    monkeypatch.setitem(SIZES, "weak", 9.0)
+    played = FakeTournament(grey, tmp_path / "c", ["weak", "random"], scratch=16)
+    played.twins = {SCRATCH: scratch}
+    choice = played.run()
+    assert (choice.weights.source if choice else None) == chosen
+    assert played.record["networks"]["weak"]["knows"] is False
+    rows = {row["source"]: row["left_out"] for row in played.summary()["networks"]}
+    assert (rows["weak"], rows["random"]) == (None, "no better than with shuffled weights")
+
+
+def test_a_smaller_network_that_may_know_nothing_wins_no_tie(grey, tmp_path):
+    played = FakeTournament(grey, tmp_path / "c", ["copy", "good"], scratch=16)
+    assert played.run().weights.source == "good"
+    for source, knows in ("copy", True), ("good", False):
+        played.networks[source]["knows"] = knows
+    played.record["ranking"] = ["copy", "good"]
+    assert played.decide() == "copy"
+
+
 def test_a_network_that_can_no_longer_be_read_is_not_chosen(grey, tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "MIN_IMAGES", 40)
     played = FakeTournament(grey, tmp_path / "c", ["good", "fair", "random", "noise"], seconds=30.0)
@@ -284,6 +309,8 @@ def test_filters_answer_to_every_direction_of_patches_alike():
     assert filters.sum((1, 2, 3)).abs().max() < 1e-4  # uniform images have no answer
     assert network.features(images).shape == (64, 8 * selection.FILTERS)
     assert torch.equal(patch_filters(images, seed=0), filters)
+    mirrored = network.features(images.flip(3))
+    torch.testing.assert_close(network.features(images), mirrored)
     for grey in (torch.zeros(2, 3, 32, 32), torch.ones(2, 3, 6, 6)):
         assert patch_filters(grey, seed=0).isfinite().all()
 

@@ -6,10 +6,9 @@
     -> paired comparison
 
 Validation and test images are not used. All networks see the same images and folds, so that they
-are compared image by image. A network that is no better than with the entries of each of its
-tensors shuffled knows nothing of these images; where the features of `PatchFilters`, which know
-nothing else, are by far the best, no network knows what is needed. Then training starts from
-scratch.
+are compared image by image. Training starts from scratch where the features of `PatchFilters`,
+which know nothing but these images, are by far the best; and where they are as good as those of
+networks that are no better than with the entries of each of their tensors shuffled.
 
     CACHE/selection-<digest>.json     what is known so far; a second call goes on from there
 
@@ -66,7 +65,7 @@ from vit.weights.load_model import open_pretrained
 from vit.weights.safetensors_io import digest
 
 SCRATCH, TOO_SLOW = "from scratch", "too slow for the time"
-VERSION = 4
+VERSION = 5
 ROUNDS_SHARE, MAX_SHARE = 0.2, 0.25
 """Shares of the time: of the rounds as planned, half of it at most to measure speeds; and of all
 with shuffled weights and patches, at most."""
@@ -135,7 +134,7 @@ def stratified_order(samples: Sequence[Sample], *, seed: int) -> list[Sample]:
 
 class PatchFilters(nn.Module):
     """Features of one layer: the positive and the negative part of the answer of each filter, and
-    their means over the quarters of an image.
+    their means over the quarters of an image, of which each also counts mirrored, as in training.
 
     Args:
         filters: (filters, channels, PATCH, PATCH), as of `patch_filters`.
@@ -150,9 +149,9 @@ class PatchFilters(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """(batch, channels, height, width) -> (batch, 8 filters)."""
-        found = F.conv2d(images, self.filters)
+        found = F.conv2d(torch.cat([images, images.flip(3)]), self.filters)
         parts = F.relu(torch.cat([found, -found], 1) - self.THRESHOLD)
-        means: Tensor = F.adaptive_avg_pool2d(parts, 2).flatten(1)
+        means: Tensor = F.adaptive_avg_pool2d(parts, 2).view(2, len(images), -1).mean(0)
         return means
 
 
@@ -315,9 +314,10 @@ class Tournament:
             return patch_filters(pixels, seed=config.training.seed)
 
         filters = on_main(self.accelerator, make)
+        key = digest({"filters": filters}, {"version": str(VERSION)})
         return network_features(
             PatchFilters(filters).to(self.accelerator.device),  # type: ignore[arg-type]
-            *(images, config, self.accelerator, digest({"filters": filters}, {})),
+            *(images, config, self.accelerator, key),
         )
 
     def round_sizes(self) -> list[int]:
@@ -392,43 +392,70 @@ class Tournament:
         """The source of the chosen network, or SCRATCH."""
         last = len(self.record["images"]) - 1
         ranked: list[str] = self.record["ranking"]
-        while ranked and self.scratch and not self.knows_images(ranked[0]):
-            why = "no better than with shuffled weights"
-            self.networks[ranked.pop(0)].setdefault("left_out", why)
         if not ranked and not self.scratch:
             late = [s for s, one in self.networks.items() if one.get("left_out") == TOO_SLOW]
             if not late:
                 raise ConfigError("weights=auto: none of the weights at hand can be read")
             return min(late, key=self.size)
-        if not ranked or (self.scratch and self.needs_no_network(ranked[0])):
-            return SCRATCH
+        if self.scratch:
+            kept, shown = self.better_than_shuffled(ranked)
+            for one in ranked:
+                if one not in kept:
+                    why = "no better than with shuffled weights"
+                    self.networks[one].setdefault("left_out", why)
+            ranked = self.record["ranking"] = kept
+            if not ranked or self.needs_no_network(ranked[0], shown):
+                return SCRATCH
         best = self.networks[ranked[0]]["right"][last]
         tied = [s for s in ranked if is_tie(best, self.networks[s]["right"][last])]
+        if self.scratch:
+            tied = [s for s in tied if s == ranked[0] or self.knows_images(s)]
         self.record["tied"] = tied if len(tied) > 1 else []
         return min(tied, key=self.size)
 
+    def better_than_shuffled(self, ranked: list[str]) -> tuple[list[str], bool]:
+        """The networks from the first one on that is shown to be better than with shuffled weights,
+        and true; if none is, those that are more accurate than all with shuffled weights."""
+        for number, source in enumerate(ranked):
+            if self.knows_images(source):
+                return ranked[number:], True
+        most = max((right.count("1") for right in self.shuffled()), default=0)
+        return [one for one in ranked if self.networks[one]["right"][0].count("1") > most], False
+
     def knows_images(self, source: str) -> bool:
-        """Whether a network is better than with shuffled weights, its own and those of the networks
-        asked before; also where that is not known."""
+        """Whether a network is shown to be better than with shuffled weights, its own and those of
+        the networks asked before; also where that is not known."""
         network = self.networks[source]
-        if "shuffled" not in network:
+        if "knows" not in network:
             opened = partial(self.open, source, shuffled=True)
             network["shuffled"] = self.answers(opened, self.record["images"][0])
+            if network["shuffled"]:
+                best = max(self.shuffled(), key=lambda right: right.count("1"))
+                network["knows"] = paired(best, network["right"][0]).verdict() == "better"
+            else:
+                network["knows"] = "left_out" not in network
             self.save()
-        if not network["shuffled"]:
-            return "left_out" not in network
-        known = [one["shuffled"] for one in self.networks.values() if one.get("shuffled")]
-        best = max(known, key=lambda right: right.count("1"))
-        return paired(best, network["right"][0]).verdict() == "better"
+        known: bool = network["knows"]
+        return known
 
-    def needs_no_network(self, best: str) -> bool:
-        """Whether features that know nothing but these images are by far better than the best."""
+    def shuffled(self) -> list[str]:
+        """Answers with shuffled weights."""
+        return [one["shuffled"] for one in self.networks.values() if one.get("shuffled")]
+
+    def needs_no_network(self, best: str, shown: bool) -> bool:
+        """Whether features that know nothing but these images are by far better than the best
+        network, or as good where it is not `shown` to be better than with shuffled weights."""
         if "scratch" not in self.record:
             self.record["scratch"] = self.answers(self.open_filters, self.record["images"][0])
             self.save()
         scratch, right = self.record["scratch"], self.networks[best]["right"][0]
-        few = scratch and scratch.count("0") <= SCRATCH_ERRORS * right.count("0")
-        return bool(few) and paired(right, scratch).verdict() == "better"
+        if not scratch:
+            return not shown
+        found = paired(right, scratch)
+        if not shown:
+            return found.difference > -TIE
+        few = scratch.count("0") <= SCRATCH_ERRORS * right.count("0")
+        return few and found.verdict() == "better"
 
     def summary(self) -> dict[str, Any]:
         """The content of backbones.json: what was measured, and what was chosen."""
