@@ -4,12 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data.intensity_range import (
-    DarkImageNote,
-    common_range,
-    evenly_spaced,
-    measure_intensity_range,
-)
+from vit.data.intensity_range import common_range, evenly_spaced, measure_intensity_range
+from vit.exported.image_prefetch import DarkImageNote
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ damaged pixels, the outer ones failed exposures.
 """
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -173,26 +172,3 @@ def _quantiles(path: str) -> tuple[float, float, bool] | None:
     except BadImage:  # reported when training reads it
         return None
     return *intensity_quantiles(values), values.dtype.kind == "f"
-
-
-class DarkImageNote:
-    """Writes one note, in any thread, about the first image that is read nearly black."""
-
-    def __init__(self, notify: Notify) -> None:
-        self.notify = notify
-        self.lock = threading.Lock()
-        self.written = False
-
-    def __call__(self, path: str, highest: int) -> None:
-        """Report that `path`, whose values are up to `highest` of 65535, is read nearly black."""
-        with self.lock:
-            if self.written:
-                return
-            self.written = True
-        top = (1 << highest.bit_length()) - 1
-        self.notify(
-            f"note: {printable(path)} has 16 bits per channel and values up to {highest:,} of "
-            "65,535, and the network has no range for such images: it is read nearly black; "
-            f"vit predict --intensity-range 0 {top} reads 0 to {top:,} as black to white, and vit "
-            "train with it stores the range with the network"
-        )

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 from vit.data.image_io import MAX_PIXELS, EncodedImage, read_size
 from vit.data.image_objects import ImageInput, NamedImage
-from vit.data.intensity_range import DarkImageNote
 from vit.data.preprocessing import AnyImage, Preprocessing
 from vit.errors import BadImage, ConfigError, error_text
-from vit.text import Notify
+from vit.text import Notify, printable
 
 T = TypeVar("T")
 WINDOW_PIXELS = 2**24
@@ -151,3 +150,26 @@ def prefetch(items: Iterable[T], ahead: int) -> Iterator[T]:
             yield pending.popleft()
     while pending:
         yield pending.popleft()
+
+
+class DarkImageNote:
+    """Writes one note, in any thread, about the first image that is read nearly black."""
+
+    def __init__(self, notify: Notify) -> None:
+        self.notify = notify
+        self.lock = threading.Lock()
+        self.written = False
+
+    def __call__(self, path: str, highest: int) -> None:
+        """Report that `path`, whose values are up to `highest` of 65535, is read nearly black."""
+        with self.lock:
+            if self.written:
+                return
+            self.written = True
+        top = (1 << highest.bit_length()) - 1
+        self.notify(
+            f"note: {printable(path)} has 16 bits per channel and values up to {highest:,} of "
+            "65,535, and the network has no range for such images: it is read nearly black; "
+            f"vit predict --intensity-range 0 {top} reads 0 to {top:,} as black to white, and vit "
+            "train with it stores the range with the network"
+        )
