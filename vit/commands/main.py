@@ -123,8 +123,7 @@ def _end_output(name: str, error: OSError) -> int:
 
 def run_command(name: str, words: list[str]) -> int:
     command = importlib.import_module(f"vit.commands.{name}_command")
-    what = COMMANDS[name]
-    parser = CommandParser(prog=f"vit {name}", description=f"{what[0].upper()}{what[1:]}.")
+    parser = CommandParser(prog=f"vit {name}", description=sentence(COMMANDS[name]))
     try:
         command.add_arguments(parser)
         args = parser.parse(words)
@@ -186,6 +185,11 @@ def launch_if_requested() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(count), *program, *sys.argv[1:]]
     os.execv(sys.executable, launcher)
+
+
+def sentence(line: str) -> str:
+    """`line` with a capital and a full stop."""
+    return f"{line[0].upper()}{line[1:]}."
 
 
 def usage() -> str:
