@@ -1,8 +1,11 @@
 """Feed-forward layers against timm's."""
 
+import pytest
 import timm.layers
 import torch
 
+from vit.config import ModelConfig
+from vit.model.build import build_classifier
 from vit.model.mlp import MLP, PackedSwiGLU, QuickGELU, SwiGLU
 
 DIM, HIDDEN = 32, 48
@@ -38,3 +41,12 @@ def test_quick_gelu_equals_timm(tokens):
     torch.testing.assert_close(
         QuickGELU()(tokens), timm.layers.get_act_layer("quick_gelu")()(tokens)
     )
+
+
+@pytest.mark.parametrize("feedforward", ["mlp", "swiglu", "swiglu_packed", "moe"])
+def test_every_kind_drops_activations_in_training(feedforward, tokens):
+    settings = {"dim": DIM, "num_heads": 2, "depth": 2, "num_classes": 2, "dropout": 0.5}
+    config = ModelConfig(image_size=16, patch_size=8, feedforward=feedforward, **settings)
+    layer = build_classifier(config).blocks[1].mlp.train()
+    assert not torch.equal(layer(tokens), layer(tokens))
+    assert torch.equal(layer.eval()(tokens), layer(tokens))

@@ -155,7 +155,11 @@ POOLINGS: dict[str, Builder] = {
     "class_token_registers": lambda c: ClassTokenRegistersPooling(c.num_prefix_tokens),
     "none": lambda _: NoPooling(),
     "attention": lambda c: AttentionPooling(
-        c.dim, c.num_heads, prefix=c.num_prefix_tokens, norm=build_norm(c), mlp=_build_mlp(c)
+        c.dim,
+        c.num_heads,
+        prefix=c.num_prefix_tokens,
+        norm=build_norm(c),
+        mlp=_build_mlp(c, dropout=c.dropout),
     ),
     # of the size that Perception Encoder has, whatever the blocks'
     "attention_all": lambda c: AttentionPooling(
@@ -192,21 +196,15 @@ def drop_path_rate(config: ModelConfig, index: int) -> float:
 
 
 def _inner_parts(config: ModelConfig) -> dict[str, Any]:
-    """Norm and biases inside a feed-forward part."""
+    """Norm, biases and dropout inside a feed-forward part."""
     inside = config.norm_order.startswith("sub")
     norm = build_norm(config, config.feedforward_dim) if inside else None
-    return {"norm": norm, "bias": config.proj_bias}
+    return {"norm": norm, "bias": config.proj_bias, "dropout": config.dropout}
 
 
-def _build_mlp(config: ModelConfig, *, bias: bool = True, norm: nn.Module | None = None) -> MLP:
-    return MLP(
-        config.dim,
-        config.feedforward_dim,
-        activation=ACTIVATIONS[config.activation](),
-        norm=norm,
-        bias=bias,
-        dropout=config.dropout,
-    )
+def _build_mlp(config: ModelConfig, **parts: Any) -> MLP:
+    activation = ACTIVATIONS[config.activation]()
+    return MLP(config.dim, config.feedforward_dim, activation=activation, **parts)
 
 
 def _build_moe(config: ModelConfig) -> MixtureOfExperts:
@@ -230,7 +228,7 @@ def _build_moe(config: ModelConfig) -> MixtureOfExperts:
         weight_fn=ROUTER_WEIGHTS[config.expert_weights],
         capacity_fn=capacity if config.capacity_factor else None,
         jitter=config.router_jitter,
-        shared=_build_mlp(config, bias=config.proj_bias) if config.shared_expert else None,
+        shared=_build_mlp(config, **_inner_parts(config)) if config.shared_expert else None,
     )
 
 
