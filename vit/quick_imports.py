@@ -61,7 +61,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside, no cycles are searched for."""
+    """Inside, no cycles are searched for; what was made counts as old after it."""
     require_supported_versions()
     enabled = gc.isenabled()
     gc.disable()
@@ -69,4 +69,7 @@ def quick_imports() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else the next search of young objects goes over all
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
