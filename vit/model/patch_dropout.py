@@ -18,7 +18,7 @@ class PatchDropout(nn.Module):
     The kept patches stay in order, on which token merging and expert capacity depend.
 
     Args:
-        rate: Share of the patches that is dropped, in (0, 1); at least one is kept.
+        rate: Share of the patches that is dropped, in [0, 1); at least one is kept. 0 is off.
         prefix: Tokens in front of the patches, which are kept.
     """
 
@@ -37,7 +37,7 @@ class PatchDropout(nn.Module):
 
     def forward(self, tokens: Tensor, context: AttentionContext) -> tuple[Tensor, AttentionContext]:
         """(batch, tokens, dim) -> (batch, prefix + kept, dim), and the context of these tokens"""
-        if not self.training:
+        if not self.training or not self.rate:
             return tokens, context
         return gather_tokens(tokens, context, self.sample_indices(tokens))
 

@@ -62,8 +62,7 @@ class VisionTransformer(nn.Module):
         self.positions = positions
         self.rotary = build_rotary(config)
         self.pos_drop = nn.Dropout(config.dropout)
-        share = config.patch_dropout
-        self.patch_drop = PatchDropout(share, prefix=prefix) if share else None
+        self.patch_drop = PatchDropout(config.patch_dropout, prefix=prefix)
         self.norm_pre = build_norm(config) if config.norm_pre else nn.Identity()
         self.blocks = nn.ModuleList(build_block(config, index) for index in range(config.depth))
         self.repeats = config.repeat_blocks
@@ -100,9 +99,7 @@ class VisionTransformer(nn.Module):
         rope = None if self.rotary is None else self.rotary(grid, tokens)
         if self.positions is not None:
             tokens = self.positions(tokens, self.pos_embed, grid)
-        tokens, context = self.pos_drop(tokens), AttentionContext(grid, rope)
-        if self.patch_drop is not None:
-            tokens, context = self.patch_drop(tokens, context)
+        tokens, context = self.patch_drop(self.pos_drop(tokens), AttentionContext(grid, rope))
         return self.norm_pre(tokens), context
 
     def encode(
