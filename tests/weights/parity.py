@@ -30,5 +30,6 @@ def output_difference(ours: nn.Module, theirs: nn.Module, images: Tensor) -> flo
 def parity_error(found: Pretrained, theirs: nn.Module, *, image_size: int = 0) -> float:
     """`output_difference` between weights that were read and the network that they are of."""
     size = image_size or found.config.image_size
-    images = torch.randn(2 if size < 100 else 1, found.config.channels, size, size)
+    shape = (2 if size < 100 else 1, found.config.channels, size, size)
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return output_difference(build(found.state, found.config), theirs, images)
